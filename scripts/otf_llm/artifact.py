@@ -1,0 +1,112 @@
+"""Completes a converted folder: permutation table, index, config.json, side files and a manifest with checksums."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from otf_llm.artifact_format import (
+    FORMAT_VERSION,
+    INDEX_FILE,
+    MANIFEST_FILE,
+    PERMUTATION_FILE,
+    PERMUTATION_TABLE,
+    QUANT_METHOD,
+)
+from otf_llm.checkpoint import Checkpoint
+from otf_llm.conversion import Recipe
+from otf_llm.files import sha256, write_json
+from otf_llm.streaming import save_tensors
+
+EXPECTED_SIDE_FILES = ("generation_config.json", "tokenizer_config.json")
+
+
+def merge(
+    checkpoint: Checkpoint, recipe: Recipe, folder: Path, shards: list[str], reports: list[list[dict]], source: dict
+) -> dict:
+    """Write everything but the weight shards into ``folder`` and return the manifest, which is written last.
+
+    Args:
+        shards: output shard file names in order; reports: what ``convert_shard`` returned for each.
+        source: the source manifest; its digest and family go into this one.
+    """
+    rows = [row | {"shard": shard} for shard, report in zip(shards, reports, strict=True) for row in report]
+    weight_map = {name: row["shard"] for row in rows for name in row["outputs"]}
+    table, offsets = _write_table(recipe, folder, {row["input"] for row in rows if row["action"] == "int4"})
+    if len(table):
+        weight_map[PERMUTATION_TABLE] = PERMUTATION_FILE
+        rows.append({"action": "permutation", "shard": PERMUTATION_FILE, "outputs": {PERMUTATION_TABLE: table.nbytes}})
+    _copy_side_files(checkpoint, folder)
+    config = checkpoint.config | _config_changes(checkpoint, recipe, rows, table, offsets)
+    write_json(folder / "config.json", config)
+    weight_files = sorted(set(weight_map.values()))
+    tensor_bytes = sum(size for row in rows for size in row["outputs"].values())
+    index = {"metadata": {"total_size": tensor_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_FILE, index)
+    names = [*weight_files, INDEX_FILE, "config.json", *_side_files(checkpoint)]
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "source": {"digest": source["digest"], "family": source["family"], "architecture": source["architecture"]},
+        "scheme": recipe.scheme.to_dict(),
+        "lm_head": recipe.head,
+        "files": [
+            {"name": name, "size_bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+            for name in sorted(set(names))
+        ],
+        "weight_files": weight_files,
+        "missing_side_files": [name for name in EXPECTED_SIDE_FILES if not (folder / name).exists()],
+        "unseen_inputs": list(recipe.permutation.unseen) if recipe.permutation else [],
+        "tensors": rows,
+    }
+    write_json(folder / MANIFEST_FILE, manifest)
+    return manifest
+
+
+def _write_table(recipe: Recipe, folder: Path, inputs: set[str]) -> tuple[torch.Tensor, dict[str, int]]:
+    if recipe.permutation is None:
+        return torch.zeros(0, dtype=torch.int16), {}
+    table, offsets = recipe.permutation.runtime_table(inputs)
+    if len(table):
+        save_tensors(folder / PERMUTATION_FILE, {PERMUTATION_TABLE: table})
+    return table, offsets
+
+
+def _config_changes(checkpoint: Checkpoint, recipe: Recipe, rows: list[dict], table, offsets) -> dict:
+    """The entries of config.json that differ from the source's."""
+    linears, bf16 = {}, []
+    for row in rows:
+        if row["action"] == "int4":
+            order = recipe.permutation.inputs[row["input"]]
+            offset = None if order.runtime is None else offsets[order.runtime]
+            linears[row["module"]] = [order.in_features, order.num_outliers, offset]
+            if row["outlier_dtype"] == "bfloat16":
+                bf16.append(row["module"])
+    quantized = bool(linears) or recipe.scheme.embedding == "int8"
+    if not quantized:
+        return {"tie_word_embeddings": recipe.geometry.tied}
+    quantization = {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "scheme": recipe.scheme.to_dict(),
+        "group_size": recipe.scheme.group_size,
+        "embedding": recipe.scheme.embedding,
+        "lm_head": recipe.head,
+        "linears": linears,
+        "bf16_outliers": bf16,
+        "permutation_length": len(table),
+        "permutation_dtype": str(table.dtype).removeprefix("torch."),
+    }
+    # The packed head reads the packed embedding by itself; transformers must only tie what is still a plain weight.
+    plain_tie = recipe.head == "tied" and recipe.scheme.embedding == "keep"
+    return {"quantization_config": quantization, "tie_word_embeddings": plain_tie}
+
+
+def _side_files(checkpoint: Checkpoint) -> list[str]:
+    return [name for name in checkpoint.side_files() if name != "config.json"]
+
+
+def _copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
+    for name in _side_files(checkpoint):
+        shutil.copyfile(checkpoint.folder / name, folder / name)

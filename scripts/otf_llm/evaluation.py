@@ -1,0 +1,207 @@
+"""Fidelity of a model against its source on the same tokens: perplexity, KL divergence, top-1 agreement, samples.
+
+The source is run once; what is kept of it is the final hidden state of every token, from which its logits are
+recomputed with its own head whenever a compressed model is compared (a [V] row of logits per token would take a hundred
+times the space).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from otf_llm.artifact_format import verify_files
+from otf_llm.checkpoint import Checkpoint
+from otf_llm.families import Geometry, find_family
+from otf_llm.files import read_json_object, write_json
+from otf_llm.modules import packed_modules
+from otf_llm.streaming import load_tensors, save_tensors
+
+SOURCE = "source"
+TOKEN_BLOCK = 512  # tokens whose [V] logits are held at a time
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Measures over ``scored_tokens`` predictions and ``num_tokens`` positions.
+
+    perplexity: exp of the mean negative log-likelihood of the next token, inside windows. kld: mean over positions of
+    KL(source ‖ model) in nats. top1_agreement: share of positions at which both rank the same token first.
+    """
+
+    perplexity: float
+    kld: float
+    top1_agreement: float
+    num_tokens: int
+    scored_tokens: int
+
+    def to_dict(self) -> dict:
+        """Plain values, JSON-ready."""
+        return asdict(self)
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
+    """A source or converted folder as a transformers model in evaluation mode."""
+    import otf_llm  # noqa: F401  (its import makes converted folders loadable)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def final_states(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
+    """Hidden states after the final norm, float [T, H], of one window of token ids, int [T]."""
+    ids = window.long().to(model.device)[None]
+    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+
+
+@torch.no_grad()
+def reference_states(model: nn.Module, windows: list[torch.Tensor], path: Path) -> None:
+    """Write the source's final hidden states over ``windows`` (int [T] each) to ``path``."""
+    states = {}
+    for index, window in enumerate(tqdm(windows, unit="window", desc="source")):
+        states[f"{index:06d}"] = final_states(model, window).cpu()
+    save_tensors(path, states)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, windows: list[torch.Tensor], reference: Path, reference_head: nn.Module, description: str = "model"
+) -> Fidelity:
+    """Compare ``model`` with the source whose states are in ``reference`` and whose head is ``reference_head``.
+
+    Args:
+        windows: token ids, int [T] each, the same that the reference was made from.
+
+    Raises ValueError when a window is shorter than two tokens, the reference has other windows, or logits are not finite.
+    """
+    states, _ = load_tensors(reference)
+    if len(states) != len(windows) or any(len(w) < 2 for w in windows):
+        raise ValueError(f"evaluation needs windows of at least two tokens, {len(states)} as in {reference.name}")
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    nll = kld = 0.0
+    agreed = positions = scored = 0
+    for index, window in enumerate(tqdm(windows, unit="window", desc=description)):
+        hidden = final_states(model, window)
+        source_hidden = states[f"{index:06d}"].to(hidden.device, hidden.dtype)
+        if source_hidden.shape[0] != len(window):
+            raise ValueError(f"{reference.name}: window {index} has {source_hidden.shape[0]} tokens, not {len(window)}")
+        for start in range(0, len(window), TOKEN_BLOCK):
+            block = slice(start, start + TOKEN_BLOCK)
+            log_p = _log_probabilities(reference_head, source_hidden[block], softcap, "source")
+            log_q = _log_probabilities(model.get_output_embeddings(), hidden[block], softcap, description)
+            kld += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
+            agreed += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
+            targets = window[start + 1 : start + TOKEN_BLOCK + 1].long().to(log_q.device)
+            nll -= log_q[: len(targets)].gather(1, targets[:, None]).sum(dtype=torch.float64).item()
+            positions, scored = positions + log_q.shape[0], scored + len(targets)
+    return Fidelity(math.exp(nll / scored), kld / positions, agreed / positions, positions, scored)
+
+
+def _log_probabilities(head: nn.Module, hidden: torch.Tensor, softcap: float | None, description: str) -> torch.Tensor:
+    logits = head(hidden).float()
+    if softcap is not None:  # Gemma's bound on logits, softcap * tanh(logits / softcap)
+        logits = (logits / softcap).tanh() * softcap
+    if not torch.isfinite(logits).all():
+        raise ValueError(f"{description}: logits hold NaN or Inf")
+    return logits.log_softmax(-1)
+
+
+@torch.no_grad()
+def generate_samples(model: nn.Module, tokenizer, prompts: list[str], max_new_tokens: int) -> list[dict]:
+    """Greedy continuations of ``prompts``, each with the SHA-256 of the logits that follow its last token."""
+    samples = []
+    for prompt in prompts:
+        inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+        output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        text = tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        samples.append({"prompt": prompt, "text": text, "logits": logits_digest(model, inputs["input_ids"])})
+    return samples
+
+
+@torch.no_grad()
+def logits_digest(model: nn.Module, ids: torch.Tensor) -> dict:
+    """SHA-256 of the float32 logits [V] after ``ids`` (int [1, T]), with the largest and where it stands."""
+    logits = model(input_ids=ids, use_cache=False).logits[0, -1].float().cpu().contiguous()
+    digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+    return {"sha256": digest, "argmax": int(logits.argmax()), "max": logits.max().item()}
+
+
+def evaluate_source(
+    checkpoint: Path,
+    manifest: Path,
+    windows: list[torch.Tensor],
+    *,
+    model_name: str,
+    prompts: list[str],
+    max_new_tokens: int,
+    dtype: str,
+    device: str,
+    record: dict,
+    states: Path,
+    destination: Path,
+) -> None:
+    """Evaluate a source model: write its hidden ``states`` and, to ``destination``, its fidelity (to itself) and samples."""
+    model = load_model(checkpoint, getattr(torch, dtype), device)
+    reference_states(model, windows, states)
+    fidelity = evaluate(model, windows, states, model.get_output_embeddings(), SOURCE)
+    row = {"model": model_name, "scheme": SOURCE, "backend": backend_name(device, packed=False)}
+    _write(destination, row, fidelity, model, checkpoint, prompts, max_new_tokens, dtype, device, manifest, record)
+
+
+def evaluate_scheme(
+    folder: Path,
+    checkpoint: Path,
+    manifest: Path,
+    windows: list[torch.Tensor],
+    *,
+    model_name: str,
+    scheme_name: str,
+    prompts: list[str],
+    max_new_tokens: int,
+    dtype: str,
+    device: str,
+    record: dict,
+    states: Path,
+    destination: Path,
+) -> None:
+    """Evaluate a converted ``folder`` against the source's ``states``; every file is checked against its manifest first."""
+    verify_files(folder)
+    model = load_model(folder, getattr(torch, dtype), device)
+    head = source_head(checkpoint, getattr(torch, dtype), device)
+    fidelity = evaluate(model, windows, states, head, scheme_name)
+    packed = any(True for _ in packed_modules(model))
+    row = {"model": model_name, "scheme": scheme_name, "backend": backend_name(device, packed)}
+    _write(destination, row, fidelity, model, folder, prompts, max_new_tokens, dtype, device, manifest, record)
+
+
+def _write(destination, row, fidelity, model, folder, prompts, max_new_tokens, dtype, device, manifest, record) -> None:
+    from transformers import AutoTokenizer
+
+    samples = generate_samples(model, AutoTokenizer.from_pretrained(folder), prompts, max_new_tokens)
+    source_digest = read_json_object(manifest)["digest"]
+    settings = {"device": device, "dtype": dtype, "source_digest": source_digest}
+    write_json(destination, {**row, **settings, **record, "fidelity": fidelity.to_dict(), "samples": samples})
+
+
+def source_head(checkpoint: Path, dtype: torch.dtype, device: str) -> nn.Linear:
+    """The source's head alone: ``lm_head``, or the embedding matrix that it is tied to."""
+    opened = Checkpoint.open(checkpoint)
+    family = find_family(opened.config)
+    tied = Geometry.of(opened.config, family).tied
+    weight = opened.read(f"{family.embedding if tied else family.head}.weight")
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
+    return head
+
+
+def backend_name(device: str, packed: bool) -> str:
+    """What computed a row: ``triton-cuda`` for packed modules on a GPU, else ``torch-cuda`` or ``torch-cpu``."""
+    kind = torch.device(device).type
+    return "triton-cuda" if packed and kind == "cuda" else f"torch-{kind}"

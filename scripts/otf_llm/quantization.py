@@ -1,0 +1,116 @@
+"""Symmetric rounding of weights to INT4 and INT8: scales, the importance-weighted scale search, codes.
+
+Codes are symmetric, [-7, 7] and [-127, 127], so a zero-point is never stored and requantising a quantised weight
+changes nothing. Codes are always computed with the scale as it is stored (FP16), never with a more exact one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+INT4_MAX = 7
+INT8_MAX = 127
+SCALE_DTYPE = torch.float16
+SEARCH_RATIOS = 20  # candidate scales per group, as fractions of absmax / 7 …
+SEARCH_LOWEST = 0.62  # … from here to 1; below it clipping always cost more on the models tried
+SEARCH_REFINEMENTS = 2  # rounds of least squares for the scale at fixed codes, then new codes
+
+
+def num_groups(num_columns: int, group_size: int) -> int:
+    """Scale groups of a row of ``num_columns`` codes; group_size 0 means one group per output channel."""
+    if num_columns == 0:
+        return 0
+    return 1 if group_size == 0 else -(-num_columns // group_size)
+
+
+def quantize_int4(
+    weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round a weight to symmetric INT4, one FP16 scale per group of columns.
+
+    Args:
+        weight: float32 [N, K].
+        group_size: columns that share a scale, the last group may be short; 0 for one scale per row.
+        importance: float32 [K], the weight h_j of column j in the squared error, usually E[x_j²]; with it the scale s of each
+            group minimises Σ_j h_j (w_j - s·q_j)², q = clamp(round(w/s), -7, 7), over a grid of clipping ratios
+            followed by alternating least squares. None takes s = absmax / 7 (plain round-to-nearest).
+
+    Returns:
+        codes int8 [N, K] in [-7, 7] and scales float16 [N, G].
+
+    Raises ValueError when a scale exceeds FP16's range.
+    """
+    rows, columns = weight.shape
+    groups = num_groups(columns, group_size)
+    if rows == 0 or groups == 0:
+        return weight.new_zeros((rows, columns), dtype=torch.int8), weight.new_zeros((rows, groups), dtype=SCALE_DTYPE)
+    width = group_size or columns
+    grouped = _grouped(weight, groups, width)
+    scale = _stored(grouped.abs().amax(-1, keepdim=True) / INT4_MAX)
+    if importance is not None:
+        weights = _grouped(importance[None].float(), groups, width)
+        scale = _search_scale(grouped, weights, scale)
+    codes = _codes(grouped, scale).to(torch.int8).reshape(rows, -1)[:, :columns]
+    return codes, scale.squeeze(-1).to(SCALE_DTYPE)
+
+
+def _grouped(matrix: torch.Tensor, groups: int, width: int) -> torch.Tensor:
+    padding = groups * width - matrix.shape[1]
+    if padding:
+        matrix = torch.nn.functional.pad(matrix, (0, padding))
+    return matrix.reshape(matrix.shape[0], groups, width)
+
+
+def _stored(scale: torch.Tensor) -> torch.Tensor:
+    """The scale as FP16 will hold it, in float32."""
+    stored = scale.to(SCALE_DTYPE).float()
+    if not torch.isfinite(stored).all():
+        largest = scale.max().item()
+        raise ValueError(f"a scale of {largest:.4g} exceeds FP16's largest value, 65504")
+    return stored
+
+
+def _codes(grouped: torch.Tensor, scale: torch.Tensor, limit: int = INT4_MAX) -> torch.Tensor:
+    # A zero scale (zero or vanishing weights) divides by one instead: the codes are then 0, or multiply a zero scale.
+    return (grouped / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-limit, limit)
+
+
+def _search_scale(grouped: torch.Tensor, importance: torch.Tensor, absmax_scale: torch.Tensor) -> torch.Tensor:
+    best = absmax_scale
+    best_error = _weighted_error(grouped, importance, best, _codes(grouped, best))
+    step = (1 - SEARCH_LOWEST) / SEARCH_RATIOS
+    for index in range(SEARCH_RATIOS):
+        candidate = _stored(absmax_scale * (SEARCH_LOWEST + index * step))
+        best, best_error = _better(grouped, importance, candidate, best, best_error)
+    for _ in range(SEARCH_REFINEMENTS):
+        codes = _codes(grouped, best)
+        weighted = codes * importance
+        norm = (weighted * codes).sum(-1, keepdim=True)
+        fitted = (weighted * grouped).sum(-1, keepdim=True) / torch.where(norm > 0, norm, 1.0)
+        best, best_error = _better(grouped, importance, _stored(fitted.abs()), best, best_error)
+    return best
+
+
+def _better(grouped, importance, candidate, best, best_error):
+    error = _weighted_error(grouped, importance, candidate, _codes(grouped, candidate))
+    won = error < best_error
+    return torch.where(won, candidate, best), torch.where(won, error, best_error)
+
+
+def _weighted_error(grouped, importance, scale, codes) -> torch.Tensor:
+    return codes.mul(scale).sub_(grouped).square_().mul_(importance).sum(-1, keepdim=True)
+
+
+def quantize_int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round each row to symmetric INT8 with one FP16 scale, absmax / 127.
+
+    Args:
+        weight: float32 [V, H].
+
+    Returns:
+        codes int8 [V, H] in [-127, 127] and scales float16 [V]; a zero row has scale 0 and stays exactly zero.
+
+    Raises ValueError when a scale exceeds FP16's range.
+    """
+    scale = _stored(weight.abs().amax(-1, keepdim=True) / INT8_MAX)
+    return _codes(weight, scale, INT8_MAX).to(torch.int8), scale.squeeze(-1).to(SCALE_DTYPE)

@@ -1,0 +1,95 @@
+"""Registers the ``otf`` quantization method with transformers. The modules behind it are imported on first use."""
+
+from __future__ import annotations
+
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from otf_llm.artifact_format import FORMAT_VERSION, QUANT_METHOD
+
+
+@register_quantization_config(QUANT_METHOD)
+class OtfConfig(QuantizationConfigMixin):
+    """The ``quantization_config`` of a converted folder's ``config.json``.
+
+    format_version: layout of the artifact. scheme: the settings that it was converted with. embedding: ``int8`` or
+    ``keep``. lm_head: ``tied``, ``int4`` or ``keep``. group_size: columns per scale, 0 for one per output channel.
+    linears: per INT4 module ``[in_features, num_outliers, offset]``, the offset of its order in
+    global_perm_idx, or null when the order is folded.
+    bf16_outliers: modules whose outlier columns exceed FP16 and are BF16.
+    permutation_length: entries of ``global_perm_idx``; permutation_dtype: ``int16`` or ``int32``.
+
+    Raises ValueError for a format version that this library does not know.
+    """
+
+    def __init__(
+        self,
+        format_version: int = FORMAT_VERSION,
+        scheme: dict | None = None,
+        embedding: str = "keep",
+        lm_head: str = "keep",
+        group_size: int = 0,
+        linears: dict | None = None,
+        bf16_outliers: list | None = None,
+        permutation_length: int = 0,
+        permutation_dtype: str = "int16",
+        **kwargs,
+    ):
+        if format_version != FORMAT_VERSION:
+            raise ValueError(
+                f"this artifact has format version {format_version}, this otf_llm reads version {FORMAT_VERSION}"
+            )
+        self.quant_method = QUANT_METHOD
+        self.format_version = format_version
+        self.scheme = scheme or {}
+        self.embedding = embedding
+        self.lm_head = lm_head
+        self.group_size = group_size
+        self.linears = linears or {}
+        self.bf16_outliers = bf16_outliers or []
+        self.permutation_length = permutation_length
+        self.permutation_dtype = permutation_dtype
+
+
+@register_quantizer(QUANT_METHOD)
+class OtfQuantizer(HfQuantizer):
+    """Swaps a transformers model's linears and embedding for packed ones before its weights are loaded."""
+
+    requires_calibration = True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    def is_serializable(self, *args, **kwargs) -> bool:
+        return False
+
+
+    def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
+        from otf_llm.modules import expected_tensors, install_modules
+
+        install_modules(model, self.quantization_config)
+        _check_stored(expected_tensors(model), checkpoint_files)
+        return model
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        from otf_llm.modules import bind_permutation
+
+        bind_permutation(model, self.quantization_config)
+        return model
+
+
+def _check_stored(expected: set[str], checkpoint_files: list[str] | None) -> None:
+    """Raises ValueError naming packed tensors that no file holds: transformers would leave them uninitialised."""
+    from safetensors import safe_open
+
+    stored: set[str] = set()
+    for path in checkpoint_files or []:
+        with safe_open(path, framework="pt") as file:
+            stored |= set(file.keys())
+    # A bare decoder's names lack the causal model's prefix, which the files carry.
+    bare = {name.partition(".")[2] for name in stored}
+    missing = sorted(expected - stored - bare)
+    if checkpoint_files and missing:
+        raise ValueError(f"the artifact lacks {len(missing)} packed tensors: {', '.join(missing[:5])}")

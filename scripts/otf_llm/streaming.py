@@ -1,0 +1,172 @@
+"""A safetensors writer that knows every size before it sees a byte.
+
+A quantised tensor's size follows from its shape alone, so the header is written first and each tensor is then put in
+its place, whole or in blocks of rows, in any order. Nothing is ever held but the block in hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from otf_llm.files import atomic_path
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+HEADER_ALIGNMENT = 8  # bytes; the format's own writers pad the header to it, so that tensor data can be mapped
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype and shape of a tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tensor's data."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """Writes one safetensors file in place: header from the specs, then rows of any tensor in any order.
+
+    Use as a context manager. The file appears under its name only when every byte of every tensor has been written
+    and synced; on an error nothing is left behind. The bytes depend on the specs, the metadata and the data alone.
+
+    Raises ValueError when a block does not fit its spec or a tensor was left incomplete, OSError naming the path when
+    the disk refuses.
+    """
+
+    def __init__(self, path: Path, specs: list[TensorSpec], metadata: dict[str, str] | None = None):
+        self.path = Path(path)
+        self._specs = {spec.name: spec for spec in specs}
+        if len(self._specs) != len(specs):
+            raise ValueError(f"{path}: a tensor name is given twice")
+        ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+        header: dict = {"__metadata__": dict(sorted({"format": "pt", **(metadata or {})}.items()))}
+        offset, starts = 0, {}
+        for spec in ordered:
+            starts[spec.name] = offset
+            header[spec.name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [offset, offset + spec.size_bytes],
+            }
+            offset += spec.size_bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % HEADER_ALIGNMENT)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._starts = {name: start + len(self._header) for name, start in starts.items()}
+        self._missing = {spec.name: spec.size_bytes for spec in specs}
+        self.size_bytes = len(self._header) + offset
+        self.header_bytes = len(self._header)
+
+    def __enter__(self) -> SafetensorsWriter:
+        self._scope = ExitStack()
+        with self._scope:
+            partial = self._scope.enter_context(atomic_path(self.path))
+            self._file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._scope.callback(os.close, self._file)
+            self._put(0, self._header)
+            self._scope = self._scope.pop_all()
+        return self
+
+    def __exit__(self, kind, error, traceback) -> bool | None:
+        with self._scope:
+            if kind is not None:
+                return self._scope.__exit__(kind, error, traceback)
+            incomplete = [name for name, missing in self._missing.items() if missing]
+            if incomplete:
+                raise ValueError(f"{self.path}: {len(incomplete)} tensors were not written whole: {incomplete[:3]}")
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Write a whole tensor; shape and dtype must be those of its spec."""
+        spec = self._specs[name]
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+            raise ValueError(f"{name}: got {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} {list(spec.shape)}")
+        data = _bytes_of(tensor)
+        self._put(self._starts[name], data)
+        self._account(name, len(data))
+
+    def write_rows(self, name: str, rows: torch.Tensor, start: int, order: torch.Tensor | None = None) -> None:
+        """Write ``rows`` [R, ...] as rows start … start + R - 1, or, with ``order`` (int64 [R]), as rows ``order``."""
+        spec = self._specs[name]
+        if tuple(rows.shape[1:]) != spec.shape[1:] or rows.dtype != spec.dtype:
+            raise ValueError(f"{name}: a block of {rows.dtype} {list(rows.shape)} does not fit {spec}")
+        row_bytes = spec.size_bytes // spec.shape[0] if spec.shape[0] else 0
+        data = _bytes_of(rows)
+        if order is None:
+            if start + rows.shape[0] > spec.shape[0]:
+                raise ValueError(f"{name}: rows {start}..{start + rows.shape[0]} of {spec.shape[0]}")
+            self._put(self._starts[name] + start * row_bytes, data)
+        else:
+            view = memoryview(data)
+            for position, row in enumerate(order.tolist()):
+                self._put(self._starts[name] + row * row_bytes, view[position * row_bytes : (position + 1) * row_bytes])
+        self._account(name, len(data))
+
+    def _account(self, name: str, written: int) -> None:
+        self._missing[name] -= written
+        if self._missing[name] < 0:
+            raise ValueError(f"{name}: more rows were written than {self._specs[name]} holds")
+
+    def _put(self, offset: int, data) -> None:
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._file, view, offset)
+            view, offset = view[written:], offset + written
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | None = None) -> None:
+    """Save small tensors deterministically; ``metadata`` is any JSON value, kept under the key ``otf``.
+
+    (safetensors' own ``save_file`` writes metadata keys in a random order.)
+    """
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    text = {} if metadata is None else {"otf": json.dumps(metadata, sort_keys=True, separators=(",", ":"))}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with SafetensorsWriter(path, specs, text) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+
+
+def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """Load what ``save_tensors`` wrote: the tensors and the metadata value ({} where there is none).
+
+    Raises ValueError naming the file when it is not a safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            metadata = json.loads((file.metadata() or {}).get("otf", "{}"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    return tensors, metadata

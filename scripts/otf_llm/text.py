@@ -1,0 +1,514 @@
+"""Calibration and evaluation text: documents from files or the hub, their token ids, and windows of equal length."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import itertools
+import json
+import logging
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from otf_llm.files import atomic_path
+
+_log = logging.getLogger(__name__)
+
+# The `datasets` builder that reads each kind of file.
+_BUILDERS = {
+    ".txt": "text",
+    ".md": "text",
+    ".jsonl": "json",
+    ".txt.gz": "text",
+    ".md.gz": "text",
+    ".jsonl.gz": "json",
+    ".parquet": "parquet",
+}
+_SUPPORTED = ", ".join(_BUILDERS)
+_GZIP_MAGIC = b"\x1f\x8b"
+_WIDE_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # UTF-32 LE starts like UTF-16 LE
+# First character of every text in the cleaned copies, taken off after loading. Without it `datasets` takes a file that
+# starts with "BZh" for bzip2, and pyarrow turns JSON strings that all look like dates into dates.
+_GUARD = "|"
+_METADATA_KEY = "otf"
+
+# What tokenising needs of a tokenizer: tokenizer(text)["input_ids"] is a flat list of ints.
+Tokenizer = Callable[[str], Mapping[str, Sequence[int]]]
+
+
+def load_texts(paths: Sequence[Path], *, column: str = "text", errors: str = "strict") -> list[str]:
+    """Documents of files and folders, in the order of `paths`; a folder's files recursively, sorted by relative path.
+
+    `.txt` and `.md` give one document per file, `.jsonl` and `.parquet` one per row (their string column `column`);
+    `.txt.gz`, `.md.gz` and `.jsonl.gz` are decompressed. Text is UTF-8: a byte order mark is dropped, line ends of text
+    files become "\\n". With `errors="replace"` bytes that are not UTF-8 become U+FFFD, all others are kept and the
+    number of replaced bytes is logged (Parquet always stores UTF-8, so a bad Parquet string stays an error). Files
+    without text are skipped, and files of other kinds in a folder ignored, each with a logged note; so the list can be
+    empty. Files are read through `datasets` with a temporary cache; nothing is written elsewhere.
+
+    Raises ValueError naming the file, and where it applies the byte offset, line or row: missing path, folder without
+    text files, unsupported kind, gzip or UTF-16 under another name, damaged gzip or Parquet, bytes that are not UTF-8,
+    a line that is not exactly one JSON object, a missing column (all columns are listed), a value that is no string.
+    """
+    if errors not in ("strict", "replace"):
+        raise ValueError(f'errors must be "strict" or "replace", got {errors!r}')
+    files = [file for path in paths for file in _list_files(Path(path))]
+    texts = []
+    with tempfile.TemporaryDirectory(prefix="otf-text-") as scratch:
+        for builder, group in itertools.groupby(enumerate(files), key=lambda numbered: _builder(numbered[1])):
+            copies = []
+            for number, file in group:
+                copy = Path(scratch, f"{number:08d}.{builder}")
+                if _write_checked_copy(file, builder, column, errors, copy):
+                    copies.append(str(copy))
+                else:
+                    _log.warning("%s holds no text and is skipped", file)
+            if copies:
+                texts += _load_copies(builder, copies, column, scratch)
+    return texts
+
+
+def load_hub_dataset(
+    name: str, *, config: str | None = None, split: str = "train", revision: str | None = None, column: str = "text"
+) -> list[str]:
+    """Texts of `column` in one split of a dataset on the Hugging Face hub, one per row, at exactly one commit.
+
+    `revision` (branch, tag or commit; None: the default branch) is resolved to a commit first, which is logged. Nothing
+    ever stands in for it: neither an older cached copy nor a local folder of that name.
+
+    Raises OSError at once if HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set or the hub cannot be reached; ValueError if
+    the dataset, revision, configuration, split or column does not exist, or a value is no string.
+    """
+    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise OSError(f"cannot load the dataset {name} from the hub: {variable} is set (use text files instead)")
+    commit = _resolve_commit(name, revision)
+    _log.info("dataset %s: commit %s", name, commit)
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    with tempfile.TemporaryDirectory(prefix="otf-hub-") as cache:
+        # The empty cache leaves `datasets` no older copy to fall back on; the hf:// prefix keeps it from local folders.
+        try:
+            dataset = load_dataset(f"hf://datasets/{name}", config, split=split, revision=commit, cache_dir=cache)
+        except (DatasetsError, ValueError) as error:
+            raise ValueError(f"dataset {name}, configuration {config}, split {split}: {error}") from error
+        if column not in dataset.column_names:
+            raise ValueError(
+                f"dataset {name} has no column {column!r}; its columns are {', '.join(dataset.column_names)}"
+            )
+        texts = list(dataset[column])
+    for row, text in enumerate(texts):
+        _require_string(text, f"dataset {name} row {row} column {column!r}")
+    return texts
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Token sequences of possibly different lengths, laid end to end.
+
+    ids: int32 [sum of lengths]. lengths: int64 [number of sequences], all positive.
+    Raises ValueError if dtypes, dimensions or the sum of lengths do not fit.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+
+    def __post_init__(self):
+        for name, tensor, dtype in (("ids", self.ids, torch.int32), ("lengths", self.lengths, torch.int64)):
+            if tensor.dtype != dtype or tensor.ndim != 1:
+                raise ValueError(f"{name} must be 1-D {dtype}, got {tensor.ndim}-D {tensor.dtype}")
+        if (self.lengths <= 0).any() or int(self.lengths.sum()) != self.ids.numel():
+            raise ValueError(f"lengths must be positive and sum to {self.ids.numel()}, got {self.lengths.tolist()}")
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def sequences(self) -> list[torch.Tensor]:
+        """One int32 view per sequence."""
+        return list(self.ids.split(self.lengths.tolist()))
+
+
+def pack(
+    documents_ids: Iterable[Sequence[int]],
+    sequence_length: int,
+    num_sequences: int | None,
+    *,
+    keep_remainder: bool = False,
+    spread: bool = False,
+) -> Tokens:
+    """Cut documents' token ids into at most `num_sequences` (None: all) windows of exactly `sequence_length` tokens.
+
+    By default the documents are laid end to end, with nothing between them, and cut in order. With `spread` the windows
+    are dealt round-robin so that every document is represented: window 0 of each document, then window 1 of each, ...
+    What is left of each document after its last full window (all of it, if shorter than one) goes into one shared
+    stream, which takes part as the last document. No more documents are read than these windows need; with `spread`
+    reading stops once `num_sequences` documents have a window, or the shared stream alone has that many.
+
+    If the windows run out, `keep_remainder` adds the tokens left over, however few, as a last shorter sequence.
+    Raises ValueError if a length or count is not positive.
+    """
+    _require_positive(sequence_length=sequence_length, num_sequences=num_sequences)
+    windows = (_deal if spread else _cut_in_order)(documents_ids, sequence_length, num_sequences)
+    chosen = list(itertools.islice(windows, num_sequences))
+    if chosen and len(chosen[-1]) < sequence_length and not keep_remainder:
+        chosen.pop()
+    ids = torch.tensor(list(itertools.chain.from_iterable(chosen)), dtype=torch.int32)
+    return Tokens(ids, torch.tensor([len(window) for window in chosen], dtype=torch.int64))
+
+
+def calibration_tokens(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    num_sequences: int,
+    source_name: str,
+    spread: bool = False,
+) -> Tokens:
+    """Up to `num_sequences` calibration sequences of `sequence_length` tokens (see `pack`), the last possibly shorter.
+
+    Each document is tokenised whole, with the tokenizer's default special tokens; documents of white space only are
+    dropped. Short text is used, never padded: 127 tokens at length 128 give one sequence of 127, and 129 give 128 + 1.
+    Too few sequences are logged as a warning with the counts. `source_name` names the text in messages.
+
+    Raises ValueError if there is no token at all.
+    """
+    documents = _encode(texts, tokenizer)
+    return _calibration(documents, sequence_length, num_sequences, source_name, spread)
+
+
+def evaluation_tokens(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    sequence_length: int,
+    num_windows: int | None = None,
+    source_name: str,
+    spread: bool = False,
+) -> Tokens:
+    """Up to `num_windows` (None: all) full windows of `sequence_length` tokens; a shorter rest is not used.
+
+    Tokenising is as in `calibration_tokens`. Fewer windows than asked are logged as a warning with the counts.
+    Raises ValueError if the text is shorter than one window, or a window has fewer than the 2 tokens a loss needs.
+    """
+    _require_loss(sequence_length)
+    tokens = pack(_encode(texts, tokenizer), sequence_length, num_windows, keep_remainder=True, spread=spread)
+    full = int((tokens.lengths == sequence_length).sum())
+    if full == 0:
+        found = tokens.ids.numel()
+        raise ValueError(
+            f"evaluation text is too short: have {found} tokens, need at least {sequence_length}: {source_name}"
+        )
+    if num_windows is not None and full < num_windows:
+        _log.warning(
+            "evaluation text %s: %d windows of %d tokens, %d asked", source_name, full, sequence_length, num_windows
+        )
+    return Tokens(tokens.ids[: full * sequence_length], tokens.lengths[:full])
+
+
+def split_single_text(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    *,
+    window_length: int,
+    num_windows: int,
+    sequence_length: int,
+    num_sequences: int,
+    source_name: str,
+) -> tuple[Tokens, Tokens]:
+    """Evaluation and calibration tokens of one text without a token in common.
+
+    Evaluation takes the first `num_windows` windows of `window_length` tokens of the documents laid end to end,
+    calibration only what follows (`num_sequences` of `sequence_length`, as in `calibration_tokens`).
+    Raises ValueError with the counts if evaluation leaves nothing for calibration, or for sizes that make no sense.
+    """
+    _require_loss(window_length)
+    _require_positive(num_windows=num_windows, sequence_length=sequence_length, num_sequences=num_sequences)
+    held_out = window_length * num_windows
+    stream = itertools.chain.from_iterable(_encode(texts, tokenizer))
+    first = list(itertools.islice(stream, held_out))
+    rest = list(itertools.islice(stream, sequence_length * num_sequences))
+    if not rest:
+        raise ValueError(
+            f"{source_name} has {len(first)} tokens and evaluation takes the first {held_out} ({num_windows} windows "
+            f"of {window_length}), so 0 are left for calibration"
+        )
+    evaluation = pack([first], window_length, num_windows)
+    return evaluation, _calibration([rest], sequence_length, num_sequences, source_name, spread=False)
+
+
+def save_tokens(path: Path, tokens: Tokens, metadata: Mapping[str, str | int]) -> None:
+    """Write tokens (`ids` int32, `lengths` int64) as safetensors, atomically; equal arguments give equal bytes.
+
+    `num_sequences` and `num_tokens` are added to `metadata`, counted from `tokens`.
+    """
+    from safetensors.torch import save
+
+    counted = {**metadata, "num_sequences": len(tokens), "num_tokens": tokens.ids.numel()}
+    # One key, because safetensors writes metadata keys in random order.
+    header = {_METADATA_KEY: json.dumps(counted, sort_keys=True)}
+    data = save({"ids": tokens.ids.contiguous(), "lengths": tokens.lengths.contiguous()}, header)
+    with atomic_path(Path(path)) as partial:
+        partial.write_bytes(data)
+
+
+def load_tokens(path: Path) -> tuple[Tokens, dict[str, str | int]]:
+    """Tokens and metadata that `save_tokens` wrote. Raises ValueError if the file is something else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = json.loads((file.metadata() or {})[_METADATA_KEY])
+            return Tokens(file.get_tensor("ids"), file.get_tensor("lengths")), metadata
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{path} is not a file of tokens: {error}") from error
+
+
+def _builder(path: Path) -> str | None:
+    """The `datasets` builder for a file, by its name; None if it is of no supported kind."""
+    name = path.name.lower()
+    return next((builder for suffix, builder in _BUILDERS.items() if name.endswith(suffix)), None)
+
+
+def _list_files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"text file or folder {path} does not exist")
+    if not path.is_dir():
+        if _builder(path) is None:
+            raise ValueError(f"{path} is of no supported kind ({_SUPPORTED})")
+        return [path]
+    found = sorted((file for file in path.rglob("*") if file.is_file()), key=lambda f: f.relative_to(path).as_posix())
+    for file in found:
+        if _builder(file) is None:
+            _log.info("%s is ignored: its kind is not one of %s", file, _SUPPORTED)
+    usable = [file for file in found if _builder(file) is not None]
+    if not usable:
+        raise ValueError(f"folder {path} holds no text files ({_SUPPORTED}) among its {len(found)} files")
+    return usable
+
+
+def _write_checked_copy(file: Path, builder: str, column: str, errors: str, copy: Path) -> bool:
+    """Check one file and write what `datasets` shall read to `copy`; False, and no copy, if it holds no text."""
+    if file.stat().st_size == 0:
+        return False
+    if builder == "parquet":
+        copy.symlink_to(file.resolve())  # a plain name: `datasets` takes brackets and stars in paths for patterns
+        return _check_parquet(file, column) > 0
+    text = _decode(file, errors)
+    if builder == "text":
+        content = _GUARD + text
+    else:
+        rows = _json_rows(file, text, column)
+        content = "".join(json.dumps({"text": _GUARD + row}) + "\n" for row in rows)
+        text = content
+    copy.write_text(content, encoding="utf-8", newline="")
+    return text != ""
+
+
+def _decode(file: Path, errors: str) -> str:
+    """A text file's content as `load_texts` promises it, but for line ends."""
+    data = file.read_bytes()
+    if file.suffix.lower() == ".gz":
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"{file} is not a whole gzip file: {error}") from error
+    elif data.startswith(_GZIP_MAGIC):
+        raise ValueError(f"{file} is gzip, not plain text: decompress it or name it {file.name}.gz")
+    if data.startswith(_WIDE_BOMS):
+        raise ValueError(f"{file} starts with a UTF-16 or UTF-32 byte order mark: save it as UTF-8")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if errors == "strict":
+            where = f"byte {error.start}" + (" of the decompressed text" if file.suffix.lower() == ".gz" else "")
+            raise ValueError(f"{file} is not UTF-8 at {where} (0x{data[error.start]:02x}): {error.reason}") from error
+        text = data.decode("utf-8", "replace")
+        inserted = text.count("\ufffd") - data.count("\ufffd".encode())  # the file may hold U+FFFD of its own
+        kept = len(text.encode()) - inserted * len("\ufffd".encode())
+        _log.warning("%s: %d bytes that are not UTF-8 were replaced", file, len(data) - kept)
+    return text.removeprefix("\ufeff")
+
+
+def _json_rows(file: Path, text: str, column: str) -> list[str]:
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: U+2028 is no line end in JSON
+        if not line.strip():
+            continue
+        where = f"{file} line {number}"
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            problem = "holds more than one JSON value" if error.msg == "Extra data" else f"is not JSON ({error.msg})"
+            raise ValueError(f"{where} {problem}, at character {error.pos + 1}: need one object per line") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where} holds a {type(row).__name__}: need one object per line")
+        if column not in row:
+            raise ValueError(f"{where} has no column {column!r}; its columns are {', '.join(row) or 'none'}")
+        rows.append(_require_string(row[column], f"{where} column {column!r}"))
+    return rows
+
+
+def _check_parquet(file: Path, column: str) -> int:
+    """Number of rows of a Parquet file whose column is all valid strings."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with open(file, "rb") as opened:
+        if opened.read(2) == _GZIP_MAGIC:
+            raise ValueError(f"{file} is gzip, not Parquet: decompress it")
+    row = 0
+    try:
+        with pq.ParquetFile(file) as opened:
+            columns = opened.schema_arrow.names
+            if column not in columns:
+                raise ValueError(f"{file} has no column {column!r}; its columns are {', '.join(columns)}")
+            for batch in opened.iter_batches(columns=[column], batch_size=1024):
+                batch.validate(full=True)
+                for text in batch.column(0).to_pylist():
+                    _require_string(text, f"{file} row {row} column {column!r}")
+                    row += 1
+    except pa.ArrowException as error:
+        raise ValueError(f"{file} is damaged or not Parquet (from row {row}): {error}") from error
+    return row
+
+
+def _require_string(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where} is {'null' if value is None else type(value).__name__}, not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        raise ValueError(f"{where} is not text at character {error.start + 1}: {error.reason}") from error
+    return value
+
+
+def _load_copies(builder: str, copies: list[str], column: str, cache: str) -> list[str]:
+    from datasets import load_dataset
+
+    options = {"text": {"sample_by": "document"}, "json": {}, "parquet": {"columns": [column]}}[builder]
+    dataset = load_dataset(builder, data_files=copies, split="train", cache_dir=cache, **options)
+    if builder == "parquet":
+        return list(dataset[column])
+    return [text.removeprefix(_GUARD) for text in dataset["text"]]
+
+
+def _resolve_commit(name: str, revision: str | None) -> str:
+    from huggingface_hub import HfApi
+
+    # HTTPError is the base class of the hub's HTTP library, which differs between its versions.
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    try:
+        return HfApi().dataset_info(name, revision=revision, timeout=10).sha
+    except HFValidationError as error:
+        raise ValueError(f"{name!r} is no name of a dataset on the hub: {error}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403, 404):
+            where = f" at revision {revision}" if revision else ""
+            raise ValueError(f"the hub has no dataset {name}{where} that can be read (HTTP {status})") from error
+        raise OSError(f"cannot load the dataset {name}: the hub answers HTTP {status}") from error
+    except (HTTPError, OSError) as error:
+        raise OSError(f"cannot load the dataset {name}: the hub cannot be reached ({error})") from error
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    """Token ids of each document that is more than white space, as they are asked for."""
+    from tqdm import tqdm
+
+    with tqdm(total=sum(map(len, texts)), desc="tokenize", unit="char", unit_scale=True, delay=10) as bar:
+        for text in texts:
+            if text and not text.isspace():
+                with _without_length_warning():
+                    ids = tokenizer(text)["input_ids"]
+                yield ids
+            bar.update(len(text))
+
+
+@contextmanager
+def _without_length_warning() -> Iterator[None]:
+    """Hide transformers' note that a document is longer than the model's context: documents are cut up afterwards."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("Token indices sequence length is longer")
+
+    logger = logging.getLogger("transformers.tokenization_utils_base")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _require_positive(**sizes: int | None) -> None:
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _require_loss(window_length: int) -> None:
+    if window_length < 2:
+        raise ValueError(f"an evaluation window must have at least 2 tokens, got {window_length}")
+
+
+def _windows(ids: Sequence[int], length: int) -> list[Sequence[int]]:
+    return [ids[start : start + length] for start in range(0, len(ids), length)]
+
+
+def _cut_in_order(documents: Iterable[Sequence[int]], length: int, _wanted: int | None) -> Iterator[Sequence[int]]:
+    """Windows of the documents laid end to end; only the last may be short."""
+    rest: list[int] = []
+    for document in documents:
+        rest.extend(document)
+        full = len(rest) // length * length
+        yield from _windows(rest[:full], length)
+        rest = rest[full:]
+    if rest:
+        yield rest
+
+
+def _deal(documents: Iterable[Sequence[int]], length: int, wanted: int | None) -> Iterator[Sequence[int]]:
+    """Windows dealt round-robin from the documents (see `pack`); only the last may be short."""
+    streams: list[list[Sequence[int]]] = []
+    shared: list[int] = []
+    for document in documents:
+        full = len(document) // length * length
+        if full:
+            streams.append(_windows(document[:full], length))
+        shared.extend(document[full:])
+        if wanted is not None and (len(streams) >= wanted or len(shared) >= wanted * length):
+            break
+    full = len(shared) // length * length
+    streams.append(_windows(shared[:full], length))
+    for turn in itertools.zip_longest(*streams):
+        yield from (window for window in turn if window is not None)
+    if shared[full:]:
+        yield shared[full:]
+
+
+def _calibration(
+    documents: Iterable[Sequence[int]], sequence_length: int, num_sequences: int, source_name: str, spread: bool
+) -> Tokens:
+    tokens = pack(documents, sequence_length, num_sequences, keep_remainder=True, spread=spread)
+    if len(tokens) == 0:
+        raise ValueError(f"calibration text has 0 usable tokens: {source_name}")
+    _log.log(
+        logging.INFO if len(tokens) == num_sequences else logging.WARNING,
+        "calibration text %s: uses %d of the %d sequences of %d tokens asked (%d tokens; the last sequence has %d)",
+        source_name,
+        len(tokens),
+        num_sequences,
+        sequence_length,
+        tokens.ids.numel(),
+        int(tokens.lengths[-1]),
+    )
+    return tokens

@@ -1,0 +1,15 @@
+"""Sum |W| per input channel over all linears that read an input."""
+
+from pathlib import Path
+
+from otf_llm.inspection import open_verified
+from otf_llm.families import Geometry, find_family
+from otf_llm.sources import locate_checkpoint
+from otf_llm.stage import stage
+from otf_llm.weight_statistics import save_weight_statistics, weight_statistics
+
+with stage(log=snakemake.log[0], threads=snakemake.resources.processors):
+    checkpoint = open_verified(locate_checkpoint(snakemake.params.location), Path(snakemake.input.manifest))
+    family = find_family(checkpoint.config)
+    statistics = weight_statistics(checkpoint, family, Geometry.of(checkpoint.config, family))
+    save_weight_statistics(Path(snakemake.output[0]), statistics)

@@ -1,0 +1,284 @@
+"""The compiled kernels against the float64 reference, on a CUDA GPU; pytest does not collect this file.
+
+    PYTHONPATH=scripts:kernels python tests/gpu_kernels.py [--out DIR]
+
+prints the largest relative error of every case, writes it to DIR/gpu_kernels.tsv, and exits with 1 if any is too large.
+``--compile-only`` needs no GPU: it compiles the kernels for a Hopper GPU and runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import math
+import sys
+from pathlib import Path
+
+import torch
+
+from otf_llm import reference
+from otf_llm.kernel_check import Int4Layer, Int8Table, tolerance
+from otf_llm.packing import pack_int4
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+TOKENS = (0, 1, 7, 16, 17, 64, 200)
+SMALL_SHAPES = ((1, 1, 0), (7, 63, 1), (260, 257, 3), (96, 128, 1))  # N, K, outlier columns
+LARGE_SHAPES = ((4096, 4096, 41), (3072, 8192, 82))
+TABLES = ((1, 1), (259, 65), (260, 64), (32000, 576))  # V, H
+GROUP_SIZES = (0, 64, 128)
+ODD_GROUP_SIZES = (1, 5, 96)  # groups that begin inside a byte, or that no power of two divides
+OFFSET_ROWS, OFFSET_BYTES = 524_300, 4_096  # 2.15 GB of codes: offsets pass 2^31
+OFFSET_MEMORY = 24 << 30
+
+
+def random_layer(
+    num_rows: int,
+    in_features: int,
+    num_outliers: int,
+    group_size: int,
+    *,
+    permuted: bool = True,
+    biased: bool = True,
+    outlier_dtype: torch.dtype = torch.float16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Int4Layer:
+    """A stored layer of random codes, scales, outlier columns, permutation and bias."""
+    generator = torch.Generator().manual_seed(seed)
+    columns = in_features - num_outliers
+    q = torch.randint(-7, 8, (num_rows, columns), dtype=torch.int8, generator=generator)
+    groups = -(-columns // (group_size or max(1, columns)))
+    channels = torch.randperm(in_features, generator=generator)
+    return Int4Layer(
+        name=f"{num_rows}x{in_features} group {group_size}",
+        codes=pack_int4(q).to(device),
+        scales=(torch.rand(num_rows, groups, generator=generator) / 16 + 1 / 64).half().to(device),
+        outliers=torch.randn(num_rows, num_outliers, generator=generator).to(device, outlier_dtype),
+        perm=channels.to(device, torch.int16) if permuted else None,
+        in_features=in_features,
+        group_size=group_size,
+        bias=torch.randn(num_rows, generator=generator).to(device) if biased else None,
+    )
+
+
+def random_table(vocabulary: int, width: int, *, device: torch.device | str = "cpu", seed: int = 0) -> Int8Table:
+    """A stored embedding of random codes and scales."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-127, 128, (vocabulary, width), dtype=torch.int8, generator=generator)
+    scales = (torch.rand(vocabulary, generator=generator) / 64 + 1 / 256).half()
+    return Int8Table(f"{vocabulary}x{width}", codes.to(device), scales.to(device))
+
+
+def random_activations(tokens: int, width: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    return torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens)).to(device, dtype)
+
+
+def apply_layer(function, x: torch.Tensor, layer: Int4Layer, **options) -> torch.Tensor:
+    """Call a launcher, or the reference, on a stored layer."""
+    return function(
+        x, layer.codes, layer.scales, layer.outliers,
+        in_features=layer.in_features, group_size=layer.group_size, perm=layer.perm, bias=layer.bias, **options,
+    )  # fmt: skip
+
+
+def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    """max |y - expected| over max |expected| or 1: values here are of order 1, but a lone one may cancel to nothing."""
+    if y.shape != expected.shape:
+        raise ValueError(f"y must have shape {list(expected.shape)}, not {list(y.shape)}")
+    if y.numel() == 0:
+        return 0.0
+    if not torch.isfinite(y).all():
+        return math.inf
+    return float((y.double() - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+
+
+def layer_cases(device: str):
+    """(layer, activation dtype, tokens) of the INT4 grid."""
+    small = itertools.product(SMALL_SHAPES, GROUP_SIZES, (False, True), DTYPES)
+    odd_groups = itertools.product(SMALL_SHAPES[2:3], ODD_GROUP_SIZES, (True,), DTYPES)
+    large = itertools.product(LARGE_SHAPES, GROUP_SIZES, (True,), DTYPES)
+    for shape, group_size, permuted, dtype in itertools.chain(small, odd_groups, large):
+        layer = random_layer(*shape, group_size, permuted=permuted, biased=permuted, device=device)
+        yield layer, dtype, TOKENS
+    # Outlier columns that FP16 cannot hold are stored as bfloat16. A float16 result has no room for them.
+    layer = random_layer(260, 257, 3, 64, outlier_dtype=torch.bfloat16, device=device)
+    for dtype in DTYPES:
+        yield dataclasses.replace(layer, name="bfloat16 outliers"), dtype, TOKENS
+    layer = dataclasses.replace(layer, name="outliers past 65504", outliers=layer.outliers * 70000)
+    for dtype in DTYPES[1:]:
+        yield layer, dtype, TOKENS
+
+
+def check_grid(device: str) -> list[dict]:
+    """Every case of the grid: one row per layer and dtype, with the worst error over the numbers of tokens."""
+    from otf_kernels.int4_linear import int4_linear
+    from otf_kernels.int8_embedding import int8_embedding, int8_linear
+
+    rows = []
+    for layer, dtype, token_counts in layer_cases(device):
+        errors = []
+        for tokens in token_counts:
+            x = random_activations(tokens, layer.in_features, dtype, device)
+            y = apply_layer(int4_linear, x, layer)
+            errors.append(relative_error(y, apply_layer(reference.int4_linear, x.double(), layer)))
+        case = f"{layer.name}{', permuted' if layer.perm is not None else ''}"
+        rows.append(result("int4_linear", case, dtype, errors, layer.in_features))
+    for (vocabulary, width), dtype in itertools.product(TABLES, DTYPES):
+        table = random_table(vocabulary, width, device=device)
+        head_errors, row_errors = [], []
+        for tokens in TOKENS:
+            x = random_activations(tokens, width, dtype, device)
+            expected = reference.int8_linear(x.double(), table.codes, table.scales)
+            head_errors.append(relative_error(int8_linear(x, table.codes, table.scales), expected))
+            ids = torch.arange(tokens, device=device) * 7919 % vocabulary
+            y = int8_embedding(ids, table.codes, table.scales, dtype)
+            expected = reference.int8_embedding(ids, table.codes, table.scales, torch.float64)
+            row_errors.append(relative_error(y, expected))
+        rows.append(result("int8_linear", table.name, dtype, head_errors, width))
+        rows.append(result("int8_embedding", table.name, dtype, row_errors, 1))
+    return rows
+
+
+def check_offsets(device: str) -> list[dict]:
+    """Codes and outputs of more than 2^31 elements: the last rows, which 32-bit offsets would not reach."""
+    from otf_kernels.int4_linear import int4_linear
+    from otf_kernels.int8_embedding import int8_embedding, int8_linear
+
+    if torch.cuda.mem_get_info()[0] < OFFSET_MEMORY:
+        print(f"offsets past 2^31: skipped, needs {OFFSET_MEMORY >> 30} GiB of free GPU memory")
+        return []
+    dtype, last = torch.float16, slice(OFFSET_ROWS - 64, OFFSET_ROWS)
+    torch.manual_seed(0)
+    codes = torch.randint(1, 256, (OFFSET_ROWS, OFFSET_BYTES), dtype=torch.uint8, device=device)
+    scales = torch.full((OFFSET_ROWS, 1), 1 / 64, dtype=dtype, device=device)
+    layer = Int4Layer("offsets", codes, scales, scales[:, :0].contiguous(), None, 2 * OFFSET_BYTES, 0)
+    end = dataclasses.replace(layer, codes=codes[last], scales=scales[last], outliers=layer.outliers[last])
+    rows = []
+    for tokens in (1, 4100):  # 4100 x 524,300 outputs pass 2^31 too
+        x = random_activations(tokens, layer.in_features, dtype, device)
+        y = apply_layer(int4_linear, x, layer)[:, last]
+        error = relative_error(y, apply_layer(reference.int4_linear, x.double(), end))
+        rows.append(result("int4_linear", f"offsets past 2^31, {tokens} tokens", dtype, [error], layer.in_features))
+    table = Int8Table("offsets", codes.view(torch.int8), scales[:, 0].contiguous())
+    x = random_activations(1, OFFSET_BYTES, dtype, device)
+    y = int8_linear(x, table.codes, table.scales)[:, last]
+    expected = reference.int8_linear(x.double(), table.codes[last], table.scales[last])
+    rows.append(result("int8_linear", "offsets past 2^31", dtype, [relative_error(y, expected)], OFFSET_BYTES))
+    ids = torch.arange(OFFSET_ROWS - 64, OFFSET_ROWS, device=device)
+    y = int8_embedding(ids, table.codes, table.scales, dtype)
+    expected = reference.dequantize_int8(table.codes[last], table.scales[last], torch.float64)
+    rows.append(result("int8_embedding", "offsets past 2^31", dtype, [relative_error(y, expected)], 1))
+    return rows
+
+
+def check_graph(device: str) -> list[dict]:
+    """A captured launch, replayed on activations that arrived after the capture."""
+    from otf_kernels.int4_linear import int4_linear
+
+    layer = random_layer(260, 257, 3, 64, device=device)
+    x = random_activations(1, layer.in_features, torch.float16, device)
+    apply_layer(int4_linear, x, layer)  # compiles, which a capture must not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = apply_layer(int4_linear, x, layer)
+    x.copy_(random_activations(3, layer.in_features, torch.float16, device)[2:])
+    graph.replay()
+    error = relative_error(y, apply_layer(reference.int4_linear, x.double(), layer))
+    return [result("int4_linear", "replayed CUDA graph", torch.float16, [error], layer.in_features)]
+
+
+def result(kernel: str, case: str, dtype: torch.dtype, errors: list[float], num_terms: int) -> dict:
+    allowed = tolerance(dtype, num_terms)
+    return {
+        "kernel": kernel,
+        "case": case,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_relative_error": max(errors),
+        "tolerance": allowed,
+        "passed": max(errors) <= allowed,
+    }
+
+
+def compile_for_hopper() -> int:
+    """Compile the kernels with their smallest and largest tiles for compute capability 9.0; return how many were."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from otf_kernels import int4_linear, int8_embedding
+
+    count = 0
+
+    def ends(tiles: tuple) -> tuple:
+        return tiles[0][1], tiles[-1][1]
+
+    def compile_kernel(kernel, pointers: dict, constants: dict, **options: int) -> None:
+        nonlocal count
+        signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+        triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
+        count += 1
+
+    types = {"*fp16": tl.float16, "*bf16": tl.bfloat16, "*fp32": tl.float32}
+    for x in types:
+        pointers = {"x": x, "y": x, "scales": "*fp16", "perm": "*i16", "bias": "*fp32", "ids": "*i64"}
+        exact = x == "*fp32"
+        smallest, largest = ends(int4_linear.FLOAT32_TILES if exact else int4_linear.TILES)
+        # Outlier columns of x's dtype beside perm and bias, then the other kind without them.
+        for tile, same in ((smallest, True), (largest, True), (smallest, False)):
+            outliers = x if same and not exact else "*bf16" if x == "*fp16" else "*fp16"
+            constants = {
+                "HAS_PERM": same, "HAS_BIAS": same,
+                "OUTLIER_DTYPE": types[x if outliers == x else "*fp32"],
+                "OUTLIER_PRECISION": "ieee" if exact else "tf32",
+                "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_BYTES": tile.block_k // 2,
+                "BLOCK_OUTLIERS": int4_linear.BLOCK_OUTLIERS,
+            }  # fmt: skip
+            types_4bit = pointers | {"codes": "*u8", "outliers": outliers}
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            compile_kernel(int4_linear.int4_linear_kernel, types_4bit, constants, **options)
+        pointers["codes"] = "*i8"
+        constants = {"BLOCK_COLUMNS": int8_embedding.BLOCK_COLUMNS}
+        compile_kernel(int8_embedding.int8_embedding_kernel, pointers, constants)
+        for tile in ends(int8_embedding.FLOAT32_TILES if exact else int8_embedding.TILES):
+            constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            compile_kernel(int8_embedding.int8_linear_kernel, pointers, constants, **options)
+    return count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, help="folder to write gpu_kernels.tsv to")
+    parser.add_argument("--compile-only", action="store_true", help="compile for a Hopper GPU, without one")
+    arguments = parser.parse_args()
+    if arguments.compile_only:
+        print(f"compiled {compile_for_hopper()} kernel variants for compute capability 9.0")
+        return 0
+    if not torch.cuda.is_available():
+        sys.exit("gpu_kernels.py needs a CUDA GPU, and PyTorch sees none; on a CPU run pytest tests/test_kernels.py")
+    import triton
+
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    rows = [*check_grid("cuda"), *check_graph("cuda"), *check_offsets("cuda")]
+    for row in rows:
+        verdict = "ok" if row["passed"] else "FAILED"
+        print(
+            f"{row['kernel']:15} {row['case']:40} {row['dtype']:9} {row['max_relative_error']:.2e} "
+            f"(at most {row['tolerance']:.2e}) {verdict}"
+        )
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        with open(arguments.out / "gpu_kernels.tsv", "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=rows[0], delimiter="\t", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    failed = sum(not row["passed"] for row in rows)
+    print(f"{len(rows) - failed} of {len(rows)} cases passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,295 @@
+"""Converted folders: what is stored, that they load, and that they compute what an independent dequantisation does."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import build_model, logits_of, save_checkpoint
+from transformers import AutoModelForCausalLM
+
+import otf_llm
+from otf_llm.artifact import merge
+from otf_llm.artifact_format import load_manifest, shard_name, verify_files
+from otf_llm.calibration import calibrate
+from otf_llm.checkpoint import Checkpoint, build_manifest
+from otf_llm.conversion import Recipe, convert_shard
+from otf_llm.families import Geometry, find_family, tensor_role
+from otf_llm.inspection import inspect_checkpoint
+from otf_llm.layerwise import LayerwiseModel
+from otf_llm.modules import Int4Linear, Int8Embedding, Int8TiedHead
+from otf_llm.permutation import channel_statistics, plan_permutation
+from otf_llm.settings import PermutationSettings, SchemeSettings
+from otf_llm.weight_statistics import weight_statistics
+
+assert otf_llm.__version__
+
+
+def convert(source, folder, scheme):
+    """The convert stage on a small checkpoint; returns the recipe and the manifest."""
+    checkpoint = Checkpoint.open(source)
+    family = inspect_checkpoint(checkpoint)
+    geometry = Geometry.of(checkpoint.config, family)
+    permutation = statistics = None
+    if scheme.needs_calibration:
+        ids = list(torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(1)))
+        statistics = calibrate(LayerwiseModel(checkpoint, family), geometry, ids, 2)
+        channels = channel_statistics(statistics, weight_statistics(checkpoint, family, geometry))
+        permutation = plan_permutation(family, geometry, channels, scheme.permutation)
+    recipe = Recipe(family, geometry, scheme, permutation, statistics)
+    names = [shard_name(index, len(checkpoint.shards)) for index in range(len(checkpoint.shards))]
+    reports = [
+        convert_shard(checkpoint, shard, recipe, folder / name)
+        for shard, name in zip(checkpoint.shards, names, strict=True)
+    ]
+    return recipe, merge(checkpoint, recipe, folder, names, reports, build_manifest(checkpoint, family.name, False))
+
+
+def dense_logits(source, folder, recipe, tokens):
+    """Logits of the source model with its weights replaced by an independent dequantisation of the stored tensors."""
+    stored = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        stored |= load_file(path)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    if recipe.head == "int4":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    for name, module in model.named_modules():
+        weight = dense_weight(name, stored, recipe)
+        if weight is not None:
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if recipe.head == "tied":
+        model.lm_head.weight = model.get_input_embeddings().weight
+    return logits_of(model, tokens)
+
+
+def dense_weight(name, stored, recipe):
+    """A source-ordered float32 weight from stored codes, written as loops over nibbles and groups."""
+    if f"{name}.codes" not in stored:
+        return None
+    codes, scales = stored[f"{name}.codes"], stored[f"{name}.scales"].float()
+    if codes.dtype == torch.int8:
+        weight = codes.float() * scales[:, None]
+        order = recipe.permutation.residual() if recipe.permutation else None
+        rows = None
+    else:
+        role = tensor_role(recipe.family, f"{name}.weight")
+        input_order = recipe.permutation.inputs[recipe.input_of(role)]
+        columns = input_order.in_features - input_order.num_outliers
+        background = torch.empty(codes.shape[0], columns)
+        for column in range(columns):
+            nibble = (codes[:, column // 2] >> (4 * (column % 2))) & 15
+            group = column // recipe.scheme.group_size if recipe.scheme.group_size else 0
+            background[:, column] = (nibble.float() - 8) * scales[:, group]
+        weight = torch.cat([stored[f"{name}.outliers"].float(), background], dim=1)
+        order, rows = recipe.permutation.columns(recipe.input_of(role)), recipe.permutation.rows(role)
+    if order is not None:
+        weight = weight[:, torch.argsort(order)]
+    return weight if rows is None else weight[torch.argsort(rows)]
+
+
+SCHEMES = {
+    "default": SchemeSettings(),
+    "naive": SchemeSettings(group_size=0, scale_search=False),
+    "folded": SchemeSettings(group_size=32, permutation=PermutationSettings(fold=("residual", "intermediate", "value"))),
+    "per-width": SchemeSettings(permutation=PermutationSettings(scope="width", fold=())),
+    "no-outliers": SchemeSettings(permutation=PermutationSettings(outlier_fraction=0)),
+    "head": SchemeSettings(lm_head="int4"),
+    "embedding-only": SchemeSettings(weights="keep"),
+    "nothing": SchemeSettings(weights="keep", embedding="keep"),
+    "head-only": SchemeSettings(weights="keep", embedding="keep", lm_head="int4"),
+    "head-kept": SchemeSettings(lm_head="keep"),
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_loaded_folder_computes_what_its_stored_tensors_say(tmp_path, tokens, name, tied):
+    source = save_checkpoint(tmp_path / "source", build_model("llama", tie_word_embeddings=tied))
+    recipe, manifest = convert(source, tmp_path / "out", SCHEMES[name])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    if name != "folded":  # a folded residual stream stays permuted, its logits do not
+        assert model.get_input_embeddings()(tokens).shape == (2, 40, 64)
+    # Relative to the largest logit: sums of 128 float32 products in another order.
+    assert (logits_of(model, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    verify_files(tmp_path / "out")
+    assert sum(e["size_bytes"] for e in manifest["files"] if e["name"] in manifest["weight_files"]) == sum(
+        path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")
+    )
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3"])
+def test_every_family_converts_and_loads(tmp_path, tokens, family):
+    source = save_checkpoint(tmp_path / "source", build_model(family, tie_word_embeddings=family == "gemma3"))
+    recipe, _ = convert(source, tmp_path / "out", SCHEMES["folded"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    assert (logits_of(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_modules_and_dtypes_of_a_loaded_folder(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama", tie_word_embeddings=True))
+    convert(source, tmp_path / "out", SchemeSettings())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    linear = model.model.layers[0].mlp.down_proj
+    assert isinstance(linear, Int4Linear)
+    assert linear.perm is None, "the intermediate axis is folded"
+    assert model.model.layers[0].mlp.up_proj.perm.dtype == torch.int16
+    assert (linear.codes.dtype, linear.scales.dtype, linear.outliers.dtype) == (torch.uint8, torch.float16, torch.float16)
+    assert isinstance(model.get_input_embeddings(), Int8Embedding)
+    assert isinstance(model.lm_head, Int8TiedHead)
+    ids = torch.tensor([[1, 2, 3]])
+    assert model(input_ids=ids).logits.dtype == torch.bfloat16
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > 3
+
+
+def test_shards_and_single_file_give_the_same_tensors(tmp_path, tokens):
+    model = build_model("llama", tie_word_embeddings=False)
+    one = save_checkpoint(tmp_path / "one", model)
+    many = save_checkpoint(tmp_path / "many", model, max_shard_size="60KB")
+    assert len(Checkpoint.open(many).shards) > 2
+    logits = []
+    for source in (one, many):
+        convert(source, source / "out", SchemeSettings())
+        loaded = AutoModelForCausalLM.from_pretrained(source / "out", dtype=torch.float32).eval()
+        logits.append(logits_of(loaded, tokens))
+    assert torch.equal(*logits)
+
+
+def test_two_conversions_are_byte_identical(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    for name in ("a", "b"):
+        convert(source, tmp_path / name, SchemeSettings())
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert "manifest.json" in files
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_untouched_tensors_keep_their_bits(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("qwen2"))
+    convert(source, tmp_path / "out", SchemeSettings())
+    before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / shard_name(0, 1))
+    kept = [name for name in before if name.endswith(("norm.weight", "bias"))]
+    assert len(kept) == 5 + 6
+    for name in kept:
+        assert after[name].dtype == torch.bfloat16
+        assert torch.equal(before[name], after[name]), name
+
+
+def test_side_files_are_carried_and_missing_ones_listed(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "special_tokens_map.json").write_text("{}")
+    (source / "modeling_custom.py").write_text("# custom")
+    (source / "generation_config.json").unlink()
+    _, manifest = convert(source, tmp_path / "out", SchemeSettings())
+    for name in ("chat_template.jinja", "special_tokens_map.json", "modeling_custom.py", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert manifest["missing_side_files"] == ["generation_config.json"]
+
+
+def test_config_states_the_method_and_keeps_the_rest(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0}
+    source = save_checkpoint(tmp_path / "source", build_model("llama", tie_word_embeddings=True, rope_parameters=rope))
+    convert(source, tmp_path / "out", SchemeSettings())
+    before = json.loads((source / "config.json").read_text())
+    after = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert after.pop("quantization_config")["quant_method"] == "otf"
+    assert after.pop("tie_word_embeddings") is False
+    assert before.pop("tie_word_embeddings") is True
+    assert before == after
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.scales", "global_perm_idx", "model.embed_tokens.codes"])
+def test_an_artifact_without_a_tensor_is_refused_by_name(tmp_path, name):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    convert(source, tmp_path / "out", SchemeSettings())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    path = tmp_path / "out" / index["weight_map"][name]
+    tensors = load_file(path)
+    tensors[f"{name}.renamed"] = tensors.pop(name)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"lacks 1 packed tensors: {name}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match=f"changed since conversion: {path.name}"):
+        verify_files(tmp_path / "out")
+
+
+def test_an_artifact_of_another_format_is_refused(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    convert(source, tmp_path / "out", SchemeSettings())
+    for name, place in (("config.json", "quantization_config"), ("manifest.json", None)):
+        values = json.loads((tmp_path / "out" / name).read_text())
+        (values if place is None else values[place])["format_version"] = 99
+        (tmp_path / "out" / name).write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="format version 99"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(ValueError, match="format version 99"):
+        load_manifest(tmp_path / "out")
+
+
+def test_values_beyond_fp16_stay_finite(tmp_path, tokens):
+    model = build_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 5] = 70144.0  # in BF16's range, beyond FP16's
+        model.model.layers[0].mlp.down_proj.weight[1:, 5] = 1000.0  # so that column 5 is an outlier
+    source = save_checkpoint(tmp_path / "source", model)
+    recipe, manifest = convert(source, tmp_path / "out", SchemeSettings())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["bf16_outliers"] == ["model.layers.0.mlp.down_proj"]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert loaded.model.layers[0].mlp.down_proj.outliers.max() == 70144.0
+    assert torch.isfinite(logits_of(loaded, tokens)).all()
+
+
+def test_tying_a_head_that_is_not_tied_is_refused(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    with pytest.raises(ValueError, match="not tied to its embedding"):
+        convert(source, tmp_path / "out", SchemeSettings(lm_head="tied"))
+
+
+def test_a_head_that_contradicts_the_tie_is_refused(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama", tie_word_embeddings=True))
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = -tensors["model.embed_tokens.weight"]
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="both are stored and differ"):
+        inspect_checkpoint(Checkpoint.open(source))
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    _, manifest = convert(source, tmp_path / "out", SchemeSettings())
+    assert [row["action"] for row in manifest["tensors"] if row.get("tensor") == "lm_head.weight"] == ["dropped"]
+
+
+def test_tensors_outside_the_table_are_carried_and_said_so(tmp_path, caplog):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    tensors = load_file(source / "model.safetensors")
+    tensors |= {"mtp.fc.weight": torch.randn(64, 128), "mtp.norm.weight": torch.randn(64), "adapter.weight": torch.ones(64)}
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    _, manifest = convert(source, tmp_path / "out", SchemeSettings())
+    assert "3 tensors are not in the llama table" in caplog.text
+    after = load_file(tmp_path / "out" / shard_name(0, 1))
+    for name in ("mtp.fc.weight", "mtp.norm.weight", "adapter.weight"):
+        assert torch.equal(after[name], tensors[name])
+    reasons = {row["tensor"]: row.get("reason") for row in manifest["tensors"] if row.get("tensor")}
+    assert reasons["adapter.weight"] == "not in the family's table"
+
+
+def test_the_default_head_of_an_untied_model_is_int4(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    recipe, _ = convert(source, tmp_path / "out", SchemeSettings())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert isinstance(model.lm_head, Int4Linear)
+    assert model.lm_head.out_features == 260
+    assert find_family(json.loads((tmp_path / "out" / "config.json").read_text())) == recipe.family
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), [(48, 96), (40, 72), (64, 129), (260, 7)])
+def test_widths_that_no_group_divides(tmp_path, tokens, hidden, intermediate):
+    model = build_model("llama", hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=4)
+    source = save_checkpoint(tmp_path / "source", model)
+    recipe, _ = convert(source, tmp_path / "out", SchemeSettings(group_size=64))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    assert (logits_of(loaded, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -1,0 +1,117 @@
+import json
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from otf_llm.files import atomic_folder, atomic_path, parse_json_object, sha256, write_json
+
+
+def test_write_json_is_deterministic_and_leaves_one_file(tmp_path):
+    write_json(tmp_path / "a.json", {"b": 1, "a": ["é", 2.5]})
+    write_json(tmp_path / "b.json", {"a": ["é", 2.5], "b": 1})
+    text = (tmp_path / "a.json").read_bytes()
+    assert text == (tmp_path / "b.json").read_bytes()
+    assert text.endswith(b"\n")
+    assert json.loads(text) == {"a": ["é", 2.5], "b": 1}
+    assert sorted(os.listdir(tmp_path)) == ["a.json", "b.json"]
+
+
+@pytest.mark.parametrize(("value", "error"), [(float("nan"), ValueError), ({1, 2}, TypeError)])
+def test_write_json_refuses_values_without_touching_the_old_file(tmp_path, value, error):
+    write_json(tmp_path / "a.json", 1)
+    with pytest.raises(error):
+        write_json(tmp_path / "a.json", {"x": value})
+    assert (tmp_path / "a.json").read_text() == "1\n"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def half_a_file(folder):
+    with atomic_path(folder / "file") as partial:
+        partial.write_text("half")
+        raise RuntimeError("broke")
+
+
+def half_a_folder(folder):
+    with atomic_folder(folder / "folder") as partial:
+        (partial / "half").write_text("half")
+        raise RuntimeError("broke")
+
+
+def test_an_error_keeps_the_old_file_and_folder(tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "kept").write_text("old")
+    for fails in (half_a_file, half_a_folder):
+        with pytest.raises(RuntimeError, match="broke"):
+            fails(tmp_path)
+    assert (tmp_path / "file").read_text() == "old"
+    assert os.listdir(tmp_path / "folder") == ["kept"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+def test_atomic_folder_replaces_the_old_folder_and_a_killed_run_s_leftover(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").touch()
+    (tmp_path / ".folder.partial").mkdir()
+    (tmp_path / ".folder.partial" / "leftover").touch()
+    with atomic_folder(tmp_path / "folder") as partial:
+        (partial / "new").touch()
+    assert os.listdir(tmp_path / "folder") == ["new"]
+    assert os.listdir(tmp_path) == ["folder"]
+
+
+def test_an_unrelated_os_error_keeps_its_own_file_name(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught, atomic_path(tmp_path / "out"):
+        (tmp_path / "absent").read_bytes()
+    assert caught.value.filename == str(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "write_json(path, 'x' * 5000)",
+        "with atomic_path(path) as partial: partial.write_bytes(bytes(5000))",
+        "with atomic_folder(path) as partial: (partial / 'big').write_bytes(bytes(5000))",
+        # A Rust library's error carries the system's error number in words only.
+        "import numpy, safetensors.numpy\n"
+        "with atomic_path(path) as partial: safetensors.numpy.save_file({'x': numpy.zeros(5000)}, partial)",
+    ],
+)
+def test_a_full_disk_leaves_nothing_and_names_the_path(tmp_path, action):
+    # A file size limit stands in for a full disk (EFBIG for ENOSPC); it holds for the subprocess alone.
+    program = f"from pathlib import Path\nfrom otf_llm.files import *\npath = Path({str(tmp_path / 'out')!r})\n{action}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
+    )
+    assert done.returncode != 0
+    assert f"OSError: [Errno 27] File too large while writing: '{tmp_path / 'out'}'" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_sha256_of_known_bytes(tmp_path):
+    (tmp_path / "abc").write_bytes(b"abc")  # FIPS 180-2, appendix B.1
+    assert sha256(tmp_path / "abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"\xff{}", "not valid JSON"),
+        (b"[1]", "not a JSON object"),
+        (b'{"a": 1, "a": 2}', "the key a is there twice"),
+        (b'{"a": ' * 100_000, "not valid JSON"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "not valid JSON"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    ],
+)
+def test_parse_json_object_refuses(text, message):
+    with pytest.raises(ValueError, match=f"^that file.*{message}"):
+        parse_json_object(text, "that file")

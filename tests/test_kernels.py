@@ -1,0 +1,333 @@
+"""The Triton kernels against the float64 reference: in Triton's interpreter on a CPU, compiled where there is a GPU.
+
+Tolerances are ``kernel_check.tolerance``: one epsilon of the activations' dtype, and float32's for the sums.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+
+from gpu_kernels import apply_layer, random_activations, random_layer, random_table, relative_error
+from otf_kernels import Tile, int4_linear, int8_embedding, is_interpreted
+from otf_llm import reference
+from otf_llm.kernel_check import Int4Layer, tolerance
+from otf_llm.packing import pack_int4
+
+ROOT = Path(__file__).parents[1]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+MARGIN = 64  # elements of foreign memory on either side of a guarded tensor
+HALF_TILE = int4_linear.TILES[0][1]
+
+
+def guarded(tensor, fill):
+    """A copy of the tensor inside a larger buffer full of ``fill``, and that buffer."""
+    buffer = torch.full((tensor.numel() + 2 * MARGIN,), fill, dtype=tensor.dtype, device=tensor.device)
+    inside = buffer[MARGIN : MARGIN + tensor.numel()].view(tensor.shape)
+    inside.copy_(tensor)
+    return inside, buffer
+
+
+def guarded_layer(layer):
+    """The layer with NaN around its scales, outliers and bias, and 0xFF around its codes."""
+    nan = float("nan")
+    return Int4Layer(
+        name=layer.name,
+        codes=guarded(layer.codes, 0xFF)[0],
+        scales=guarded(layer.scales, nan)[0],
+        outliers=guarded(layer.outliers, nan)[0],
+        perm=None if layer.perm is None else guarded(layer.perm, -1)[0],
+        in_features=layer.in_features,
+        group_size=layer.group_size,
+        bias=None if layer.bias is None else guarded(layer.bias, nan)[0],
+    )
+
+
+def assert_matches(y, expected, num_terms):
+    assert relative_error(y, expected) <= tolerance(y.dtype, num_terms)
+
+
+def check_layer(layer, x, **options):
+    y = apply_layer(int4_linear.int4_linear, x, layer, **options)
+    assert y.dtype is x.dtype
+    assert_matches(y, apply_layer(reference.int4_linear, x.double(), layer), layer.in_features)
+    return y
+
+
+def test_interpreter_is_on_without_a_gpu():
+    assert is_interpreted(int4_linear.int4_linear_kernel) is (DEVICE == "cpu")
+
+
+@pytest.mark.parametrize("in_features", [1, 7, 63, 64, 65, 127, 257])
+@pytest.mark.parametrize("num_rows", [1, 7, 16, 48, 260])
+def test_shape_grid(num_rows, in_features):
+    """Odd sizes in every dimension, foreign memory around every tensor; float32, which shows the smallest slip."""
+    group_size = (0, 64, 32)[(num_rows + in_features) % 3]
+    num_outliers = round(in_features / 100)
+    permuted = num_rows % 3 != 0
+    layer = random_layer(
+        num_rows, in_features, num_outliers, group_size, permuted=permuted, biased=permuted, device=DEVICE
+    )
+    layer = guarded_layer(layer)
+    for tokens in (1, 2, 3, 7, 16, 17):
+        x, _ = guarded(random_activations(tokens, in_features, torch.float32, DEVICE), float("nan"))
+        out, around = guarded(torch.full((tokens, num_rows), float("nan"), device=DEVICE), 777.0)
+        check_layer(layer, x, tile=HALF_TILE, out=out)
+        assert (around[:MARGIN] == 777).all()
+        assert (around[-MARGIN:] == 777).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("outlier_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("group_size", [0, 64])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_dtype_grid(dtype, outlier_dtype, group_size, permuted):
+    layer = random_layer(
+        48, 129, 2, group_size, permuted=permuted, biased=permuted, outlier_dtype=outlier_dtype, device=DEVICE
+    )
+    check_layer(layer, random_activations(7, 129, dtype, DEVICE))
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 33, 129])
+def test_each_tile_of_the_table(tokens):
+    layer = random_layer(130, 127, 1, 64, device=DEVICE)
+    check_layer(layer, random_activations(tokens, 127, torch.float16, DEVICE))
+
+
+def test_bias_dtypes():
+    layer = random_layer(7, 64, 1, 64, device=DEVICE)
+    x = random_activations(2, 64, torch.float32, DEVICE)
+    for dtype in (torch.float16, torch.bfloat16):
+        bias = layer.bias.to(dtype)
+        y = int4_linear.int4_linear(
+            x, layer.codes, layer.scales, layer.outliers, in_features=64, group_size=64, perm=layer.perm, bias=bias
+        )
+        expected = reference.int4_linear(
+            x.double(), layer.codes, layer.scales, layer.outliers, in_features=64, group_size=64, perm=layer.perm
+        )
+        assert_matches(y, expected + bias.double(), 64)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 5, 37, 96, 1000])
+def test_group_sizes_that_no_tile_divides(group_size):
+    """Odd groups begin inside a byte; the last is short, or the only one."""
+    layer = guarded_layer(random_layer(17, 129, 2, group_size, device=DEVICE))
+    check_layer(layer, random_activations(3, 129, torch.float32, DEVICE))
+
+
+@pytest.mark.parametrize("block_k", [32, 64, 128, 256])
+@pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256])
+def test_any_tile_with_any_group(block_k, group_size):
+    """288 weights of 1, stored as 1 · 1, 2 · 1/2 or 4 · 1/4 by turns, so that a wrong scale changes the sum."""
+    power = torch.arange(288, device=DEVICE) // (group_size or 288) % 3
+    codes = pack_int4((2**power).to(torch.int8).expand(16, -1))
+    scales = (0.5 ** power[:: group_size or 288]).half().repeat(16, 1)
+    layer = Int4Layer("ones", codes, scales, scales[:, :0].contiguous(), None, 288, group_size)
+    x = torch.ones(2, 288, device=DEVICE)
+    y = apply_layer(int4_linear.int4_linear, x, layer, tile=Tile(16, 16, block_k))
+    assert (y == 288).all()
+
+
+@pytest.mark.parametrize("num_rows", [32, 96, 260])
+def test_every_output_is_written(num_rows):
+    """Fewer rows than a tile, and a last tile that is not full: nothing of the prefilled output is left."""
+    layer = random_layer(num_rows, 64, 1, 0, device=DEVICE)
+    out = torch.full((3, num_rows), 777.0, device=DEVICE)
+    x = random_activations(3, 64, torch.float32, DEVICE)
+    assert check_layer(layer, x, out=out) is out
+    assert not (out == 777).any()
+    table = random_table(num_rows, 64, device=DEVICE)
+    out.fill_(777)
+    assert int8_embedding.int8_linear(x, table.codes, table.scales, out=out) is out
+    assert_matches(out, reference.int8_linear(x.double(), table.codes, table.scales), 64)
+    assert not (out == 777).any()
+    rows = torch.full((num_rows, 64), 777.0, device=DEVICE)
+    ids = torch.arange(num_rows, device=DEVICE)
+    int8_embedding.int8_embedding(ids, table.codes, table.scales, torch.float32, out=rows)
+    assert_matches(rows, reference.dequantize_int8(table.codes, table.scales, torch.float64), 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leading", [(3, 1), (2, 5), (), (2, 0, 3)])
+def test_leading_shapes(leading, dtype):
+    """Equal rows at any batch position give the result of one row alone."""
+    layer = random_layer(48, 127, 1, 64, device=DEVICE)
+    table = random_table(48, 127, device=DEVICE)
+    row = random_activations(1, 127, dtype, DEVICE)
+    x = row[0].expand(*leading, 127)
+    for function in (
+        lambda x: apply_layer(int4_linear.int4_linear, x, layer),
+        lambda x: int8_embedding.int8_linear(x, table.codes, table.scales),
+    ):
+        y = function(x)
+        assert y.shape == (*leading, 48)
+        assert torch.equal(y, function(row)[0].expand(*leading, 48))
+
+
+def test_strided_activations():
+    layer = random_layer(17, 65, 1, 64, device=DEVICE)
+    wide = random_activations(6, 130, torch.float32, DEVICE)
+    for x in (wide[:, ::2], wide[::2, 1:66], wide[:, :65].T.contiguous().T, wide.view(2, 3, 130)[:, :, 65:]):
+        assert not x.is_contiguous()
+        check_layer(layer, x)
+
+
+def test_outliers_past_float16():
+    """Columns that FP16 cannot hold are stored as bfloat16, and stay finite beside bfloat16 activations."""
+    layer = random_layer(17, 65, 2, 64, outlier_dtype=torch.bfloat16, device=DEVICE)
+    layer.outliers[0] = 70000
+    for dtype in (torch.bfloat16, torch.float32):
+        check_layer(layer, random_activations(3, 65, dtype, DEVICE))
+
+
+def test_layer_of_outliers_only():
+    check_layer(random_layer(17, 20, 20, 64, device=DEVICE), random_activations(3, 20, torch.float16, DEVICE))
+
+
+@pytest.mark.parametrize("scale", [0.0, 6e-8, 65504.0])
+def test_extreme_scales(scale):
+    layer = random_layer(17, 64, 0, 64, device=DEVICE)
+    layer.scales[::2] = scale
+    check_layer(layer, random_activations(3, 64, torch.float32, DEVICE))
+
+
+def test_nothing_to_compute():
+    layer = random_layer(5, 64, 1, 64, device=DEVICE)
+    table = random_table(5, 64, device=DEVICE)
+    x = torch.zeros(0, 64, device=DEVICE)
+    assert apply_layer(int4_linear.int4_linear, x, layer).shape == (0, 5)
+    assert int8_embedding.int8_linear(x, table.codes, table.scales).shape == (0, 5)
+    ids = torch.zeros(0, 3, dtype=torch.int64, device=DEVICE)
+    assert int8_embedding.int8_embedding(ids, table.codes, table.scales, torch.float16).shape == (0, 3, 64)
+    no_rows = random_layer(0, 64, 1, 64, device=DEVICE)
+    assert apply_layer(int4_linear.int4_linear, x.new_zeros(2, 64), no_rows).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("vocabulary", "width"), [(1, 1), (260, 63), (7, 1025)])
+def test_int8_table(vocabulary, width, dtype):
+    table = random_table(vocabulary, width, device=DEVICE)
+    codes, _ = guarded(table.codes, 127)
+    scales, _ = guarded(table.scales, float("nan"))
+    ids = torch.tensor([[0, vocabulary - 1, vocabulary // 2]], device=DEVICE)
+    rows = int8_embedding.int8_embedding(ids, codes, scales, dtype)
+    assert rows.dtype is dtype
+    assert_matches(rows, reference.int8_embedding(ids, codes, scales, torch.float64), 1)
+    assert torch.equal(int8_embedding.int8_embedding(ids.int(), codes, scales, dtype), rows)
+    for tokens in (1, 17):
+        x, _ = guarded(random_activations(tokens, width, dtype, DEVICE), float("nan"))
+        logits = int8_embedding.int8_linear(x, codes, scales)
+        assert logits.shape == (tokens, vocabulary)
+        assert_matches(logits, reference.int8_linear(x.double(), codes, scales), width)
+
+
+@pytest.mark.parametrize("outside", [-1, 5, 2**40])
+def test_id_outside_the_vocabulary(outside):
+    table = random_table(5, 63, device=DEVICE)
+    ids = torch.tensor([4, outside], device=DEVICE)
+    with pytest.raises(ValueError, match=f"token id {outside} is outside the vocabulary of 5 rows"):
+        int8_embedding.int8_embedding(ids, table.codes, table.scales, torch.float32)
+    rows = int8_embedding.int8_embedding(ids, table.codes, table.scales, torch.float32, check_ids=False)
+    assert torch.isfinite(rows[0]).all()
+    assert torch.isnan(rows[1]).all()
+
+
+MISFITS = {
+    "x must be float16": {"x": torch.zeros(2, 64, dtype=torch.float64)},
+    "x must have shape": {"x": torch.zeros(2, 63)},
+    "codes must be uint8": {"codes": torch.zeros(5, 32, dtype=torch.int8)},
+    "codes must have shape": {"codes": torch.zeros(5, 31, dtype=torch.uint8)},
+    "codes must be contiguous": {"codes": torch.zeros(32, 5, dtype=torch.uint8).T},
+    "scales must be float16": {"scales": torch.zeros(5, 2)},
+    "scales must have shape": {"scales": torch.zeros(5, 1, dtype=torch.float16)},
+    "scales is on meta": {"scales": torch.zeros(5, 2, dtype=torch.float16, device="meta")},
+    "outliers must be float16 or bfloat16": {"outliers": torch.zeros(5, 1)},
+    "outliers must have shape": {"outliers": torch.zeros(5, 65, dtype=torch.float16)},
+    "perm must be int16 or int32": {"perm": torch.arange(64)},
+    "perm must have shape": {"perm": torch.arange(63, dtype=torch.int16)},
+    "bias must have shape": {"bias": torch.zeros(6)},
+    "group_size must be": {"group_size": -1},
+    "out must have shape": {"out": torch.zeros(2, 6)},
+    "out must be float32": {"out": torch.zeros(2, 5, dtype=torch.float16)},
+}
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_misfits_are_named(message):
+    layer = random_layer(5, 64, 1, 32, device=DEVICE)
+    arguments = {
+        "x": torch.zeros(2, 64), "codes": layer.codes, "scales": layer.scales, "outliers": layer.outliers,
+        "in_features": 64, "group_size": 32, "perm": layer.perm, "bias": layer.bias,
+    } | MISFITS[message]  # fmt: skip
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
+            arguments[name] = value.to(DEVICE)
+    with pytest.raises(ValueError, match=message):
+        int4_linear.int4_linear(**arguments)
+
+
+def test_table_misfits_are_named():
+    table = random_table(5, 64, device=DEVICE)
+    ids = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    x = torch.zeros(2, 64, device=DEVICE)
+    with pytest.raises(ValueError, match="scales must have shape"):
+        int8_embedding.int8_linear(x, table.codes, table.scales[1:])
+    with pytest.raises(ValueError, match="x must have shape"):
+        int8_embedding.int8_linear(x[:, 1:], table.codes, table.scales)
+    with pytest.raises(ValueError, match="codes must be int8"):
+        int8_embedding.int8_linear(x, table.codes.float(), table.scales)
+    with pytest.raises(ValueError, match="ids must be int32 or int64"):
+        int8_embedding.int8_embedding(ids.float(), table.codes, table.scales, torch.float32)
+    with pytest.raises(ValueError, match="dtype must be"):
+        int8_embedding.int8_embedding(ids, table.codes, table.scales, torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [(8, 16, 32), (16, 48, 32), (16, 16, 16)])
+def test_tile_must_fill_a_dot(sizes):
+    with pytest.raises(ValueError, match="must be a power of two"):
+        Tile(*sizes)
+
+
+def run_python(*arguments, **environment):
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join((str(ROOT / "scripts"), str(ROOT / "kernels")))
+    return subprocess.run(
+        [sys.executable, *arguments], env=inherited | {"PYTHONPATH": path} | environment, capture_output=True, text=True
+    )
+
+
+def test_importing_the_package_imports_no_triton():
+    run = run_python("-c", "import sys, otf_kernels; assert 'triton' not in sys.modules")
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles on Linux only")
+def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
+    """The interpreter accepts what the compiler does not, so the compiler sees every kernel here too."""
+    run = run_python(str(ROOT / "tests" / "gpu_kernels.py"), "--compile-only", TRITON_CACHE_DIR=str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert re.match(r"compiled \d+ kernel variants", run.stdout)
+
+
+def test_cpu_tensors_are_refused_without_the_interpreter():
+    program = (
+        "import torch; from gpu_kernels import *; from otf_kernels.int4_linear import int4_linear\n"
+        "apply_layer(int4_linear, torch.zeros(2, 64), random_layer(5, 64, 1, 32))"
+    )
+    run = run_python("-c", f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {program}")
+    assert "ValueError: the tensors are on cpu, but Triton kernels need a CUDA device" in run.stderr
+
+
+def test_kernels_folder_hides_no_package():
+    """Hugging Face has a package called kernels, which transformers looks for."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or ROOT not in Path(spec.origin).parents
