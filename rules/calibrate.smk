@@ -5,7 +5,9 @@ rule calibrate:
 
 rule second_moments:
     input:
-        expand("results/calibrate/{model}/second_moments.safetensors", model=CONFIG.models),
+        expand(
+            "results/calibrate/{model}/second_moments.safetensors", model=CONFIG.models
+        ),
 
 
 rule collect_activations:
@@ -13,7 +15,21 @@ rule collect_activations:
         manifest="results/source/{model}/manifest.json",
         checkpoint=checkpoint_folder,
         tokens="results/tokenize/{model}/calibration.safetensors",
-        code=code("otf_llm/__init__", "otf_llm/calibration", "otf_llm/stage"),
+        code=code(
+            "artifact_format",
+            "calibration",
+            "calibration_profile",
+            "checkpoint",
+            "families",
+            "files",
+            "inspection",
+            "layerwise",
+            "registration",
+            "shards",
+            "sources",
+            "streaming",
+            "tokens",
+        ),
     output:
         "results/calibrate/{model}/activations.safetensors",
     log:
@@ -40,7 +56,21 @@ rule collect_second_moments:
         manifest="results/source/{model}/manifest.json",
         checkpoint=checkpoint_folder,
         tokens="results/tokenize/{model}/calibration.safetensors",
-        code=code("otf_llm/__init__", "otf_llm/calibration", "otf_llm/stage"),
+        code=code(
+            "artifact_format",
+            "calibration",
+            "calibration_profile",
+            "checkpoint",
+            "families",
+            "files",
+            "inspection",
+            "layerwise",
+            "registration",
+            "shards",
+            "sources",
+            "streaming",
+            "tokens",
+        ),
     output:
         "results/calibrate/{model}/second_moments.safetensors",
     log:

@@ -11,7 +11,16 @@ rule weight_statistics:
     input:
         manifest="results/source/{model}/manifest.json",
         checkpoint=checkpoint_folder,
-        code=code("otf_llm/__init__", "otf_llm/stage", "otf_llm/weight_statistics"),
+        code=code(
+            "checkpoint",
+            "families",
+            "files",
+            "inspection",
+            "shards",
+            "sources",
+            "streaming",
+            "weight_statistics",
+        ),
     output:
         "results/permute/{model}/weights.safetensors",
     log:
@@ -36,7 +45,18 @@ rule order_channels:
         checkpoint=checkpoint_folder,
         activations="results/calibrate/{model}/activations.safetensors",
         weights="results/permute/{model}/weights.safetensors",
-        code=code("otf_llm/__init__", "otf_llm/permutation", "otf_llm/stage"),
+        code=code(
+            "calibration_profile",
+            "checkpoint",
+            "families",
+            "files",
+            "permutation",
+            "settings",
+            "shards",
+            "sources",
+            "streaming",
+            "weight_statistics",
+        ),
     output:
         "results/permute/{model}/{permutation}.safetensors",
     log:

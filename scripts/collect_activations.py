@@ -4,12 +4,12 @@ from pathlib import Path
 
 from otf_llm.calibration import calibrate
 from otf_llm.calibration_profile import save_statistics
-from otf_llm.inspection import open_verified
 from otf_llm.families import Geometry, find_family
+from otf_llm.inspection import open_verified
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import pick_device, stage
-from otf_llm.text import load_tokens
+from otf_llm.tokens import load_tokens
 
 with stage(log=snakemake.log[0], threads=snakemake.resources.processors):
     checkpoint = open_verified(locate_checkpoint(snakemake.params.location), Path(snakemake.input.manifest))

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
-from otf_llm.inspection import open_verified
 from otf_llm.conversion import Recipe, convert_shard
 from otf_llm.files import write_json
+from otf_llm.inspection import open_verified
 from otf_llm.settings import SchemeSettings
 from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import stage

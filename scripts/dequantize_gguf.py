@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from otf_llm.sources import gguf_source, materialise
+from otf_llm.gguf import gguf_source, materialise
 from otf_llm.stage import stage
 
 with stage(log=snakemake.log[0], threads=snakemake.resources.processors):

@@ -5,7 +5,7 @@ from pathlib import Path
 from otf_llm.evaluation import evaluate_source
 from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import pick_device, provenance, stage
-from otf_llm.text import load_tokens
+from otf_llm.tokens import load_tokens
 
 with stage(log=snakemake.log[0], threads=snakemake.resources.processors):
     tokens, metadata = load_tokens(Path(snakemake.input.tokens))

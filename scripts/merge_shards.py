@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from otf_llm.artifact import merge
-from otf_llm.inspection import open_verified
 from otf_llm.conversion import Recipe
 from otf_llm.files import read_json_object
+from otf_llm.inspection import open_verified
 from otf_llm.settings import SchemeSettings
 from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import stage

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from otf_llm.calibration_profile import load_statistics
-from otf_llm.files import read_json_object
 from otf_llm.families import Geometry, find_family
+from otf_llm.files import read_json_object
 from otf_llm.permutation import channel_statistics, plan_permutation
 from otf_llm.settings import PermutationSettings
 from otf_llm.sources import locate_checkpoint

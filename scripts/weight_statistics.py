@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from otf_llm.inspection import open_verified
 from otf_llm.families import Geometry, find_family
+from otf_llm.inspection import open_verified
 from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import stage
 from otf_llm.weight_statistics import save_weight_statistics, weight_statistics

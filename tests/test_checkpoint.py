@@ -274,7 +274,7 @@ def test_a_tensor_stored_in_two_shards(sharded):
         Checkpoint.open(sharded)
 
 
-OUTSIDE = ("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "..\\x.safetensors", "..")
+OUTSIDE = ("../x.safetensors", "/etc/x.safetensors", "sub/x.safetensors", "sub\\x.safetensors", "..")
 NOT_PLAIN = ("", "x.bin", ".safetensors", ".hidden.safetensors", "x.safetensors/", "a\0.safetensors", 3)
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import build_model, logits_of, save_checkpoint
 from transformers import AutoModelForCausalLM
 
 import otf_llm
@@ -21,6 +20,7 @@ from otf_llm.modules import Int4Linear, Int8Embedding, Int8TiedHead
 from otf_llm.permutation import channel_statistics, plan_permutation
 from otf_llm.settings import PermutationSettings, SchemeSettings
 from otf_llm.weight_statistics import weight_statistics
+from tiny import build_model, logits_of, save_checkpoint
 
 assert otf_llm.__version__
 
@@ -87,10 +87,13 @@ def dense_weight(name, stored, recipe):
     return weight if rows is None else weight[torch.argsort(rows)]
 
 
+FOLDS = ("residual", "intermediate", "value")
 SCHEMES = {
     "default": SchemeSettings(),
     "naive": SchemeSettings(group_size=0, scale_search=False),
-    "folded": SchemeSettings(group_size=32, permutation=PermutationSettings(fold=("residual", "intermediate", "value"))),
+    "folded": SchemeSettings(
+        group_size=32, permutation=PermutationSettings(fold=("residual", "intermediate", "value"))
+    ),
     "per-width": SchemeSettings(permutation=PermutationSettings(scope="width", fold=())),
     "no-outliers": SchemeSettings(permutation=PermutationSettings(outlier_fraction=0)),
     "head": SchemeSettings(lm_head="int4"),
@@ -135,7 +138,11 @@ def test_modules_and_dtypes_of_a_loaded_folder(tmp_path):
     assert isinstance(linear, Int4Linear)
     assert linear.perm is None, "the intermediate axis is folded"
     assert model.model.layers[0].mlp.up_proj.perm.dtype == torch.int16
-    assert (linear.codes.dtype, linear.scales.dtype, linear.outliers.dtype) == (torch.uint8, torch.float16, torch.float16)
+    assert (linear.codes.dtype, linear.scales.dtype, linear.outliers.dtype) == (
+        torch.uint8,
+        torch.float16,
+        torch.float16,
+    )
     assert isinstance(model.get_input_embeddings(), Int8Embedding)
     assert isinstance(model.lm_head, Int8TiedHead)
     ids = torch.tensor([[1, 2, 3]])
@@ -235,7 +242,7 @@ def test_values_beyond_fp16_stay_finite(tmp_path, tokens):
         model.model.layers[0].mlp.down_proj.weight[0, 5] = 70144.0  # in BF16's range, beyond FP16's
         model.model.layers[0].mlp.down_proj.weight[1:, 5] = 1000.0  # so that column 5 is an outlier
     source = save_checkpoint(tmp_path / "source", model)
-    recipe, manifest = convert(source, tmp_path / "out", SchemeSettings())
+    convert(source, tmp_path / "out", SchemeSettings())
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["bf16_outliers"] == ["model.layers.0.mlp.down_proj"]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
@@ -265,7 +272,11 @@ def test_a_head_that_contradicts_the_tie_is_refused(tmp_path):
 def test_tensors_outside_the_table_are_carried_and_said_so(tmp_path, caplog):
     source = save_checkpoint(tmp_path / "source", build_model("llama"))
     tensors = load_file(source / "model.safetensors")
-    tensors |= {"mtp.fc.weight": torch.randn(64, 128), "mtp.norm.weight": torch.randn(64), "adapter.weight": torch.ones(64)}
+    tensors |= {
+        "mtp.fc.weight": torch.randn(64, 128),
+        "mtp.norm.weight": torch.randn(64),
+        "adapter.weight": torch.ones(64),
+    }
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     _, manifest = convert(source, tmp_path / "out", SchemeSettings())
     assert "3 tensors are not in the llama table" in caplog.text

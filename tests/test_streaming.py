@@ -17,7 +17,9 @@ def test_every_dtype_and_empty_tensors_come_back(tmp_path):
     loaded, metadata = load_tensors(tmp_path / "x.safetensors")
     assert metadata == {"b": 1, "a": [2]}
     assert loaded.keys() == tensors.keys()
-    assert all(torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items())
+    assert all(
+        torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
 
 
 def test_rows_may_come_in_blocks_and_out_of_order(tmp_path):

@@ -17,7 +17,7 @@ FAMILIES = {
 
 
 def build_model(family="llama", *, seed=0, **overrides):
-    """A random transformers model in float32: hidden 64, MLP 128, 2 layers, 4 heads, 2 kv heads of 16, vocabulary 260."""
+    """A random float32 transformers model: hidden 64, MLP 128, 2 layers, 4 heads, 2 kv heads of 16, vocabulary 260."""
     import transformers
 
     name, extra = FAMILIES[family]
@@ -41,7 +41,9 @@ def build_model(family="llama", *, seed=0, **overrides):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms and biases that would hide a wrong order if they were constant
-                parameter.copy_(torch.rand_like(parameter) + (-0.5 if "gemma" in family or "bias" in parameter_name else 0.5))
+                parameter.copy_(
+                    torch.rand_like(parameter) + (-0.5 if "gemma" in family or "bias" in parameter_name else 0.5)
+                )
             elif "embed" not in parameter_name:
                 parameter.mul_(3)
     return model

@@ -16,6 +16,7 @@ from otf_llm.families import HEAD_INPUT, Family, Geometry, input_name
 from otf_llm.layerwise import Batch, LayerwiseModel
 from otf_llm.streaming import SafetensorsWriter, TensorSpec
 
+
 class _Sums:
     def __init__(self, width: int):
         self.abs_sum = torch.zeros(width, dtype=torch.float64)

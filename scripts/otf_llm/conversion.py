@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from otf_llm.calibration_profile import ActivationStatistics, load_statistics
-from otf_llm.checkpoint import Checkpoint, TensorInfo
+from otf_llm.checkpoint import Checkpoint, TensorInfo, row_blocks
 from otf_llm.families import (
     HEAD_INPUT,
     Axis,
@@ -33,7 +33,6 @@ from otf_llm.permutation import Permutation
 from otf_llm.quantization import SCALE_DTYPE, num_groups, quantize_int4, quantize_int8_rows
 from otf_llm.settings import SchemeSettings
 from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
-from otf_llm.weight_statistics import row_blocks
 
 FP16_LARGEST = torch.finfo(torch.float16).max
 
@@ -55,8 +54,8 @@ class Recipe:
     def load(cls, checkpoint: Checkpoint, scheme: SchemeSettings, calibrated: list[Path]) -> Recipe:
         """The recipe for a checkpoint; ``calibrated`` holds the permutation's and the profile's paths, or nothing.
 
-        Raises ValueError where the scheme does not suit the model: a head to be tied that is not, or a residual fold with
-        tensors outside the family's table.
+        Raises ValueError where the scheme does not suit the model: a head to be tied that is not, or a residual fold
+        with tensors outside the family's table.
         """
         family = find_family(checkpoint.config)
         geometry = Geometry.of(checkpoint.config, family)
@@ -94,7 +93,8 @@ def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destinatio
         ``outputs`` (name → bytes), ``num_weights``, and for quantised ones ``relative_error``: Σ h(w-ŵ)² / Σ h w², with
         h = E[x²] for linears and 1 for the embedding.
 
-    Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path on a write error.
+    Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path when a write
+    fails.
     """
     jobs: list[tuple[TensorInfo, _Job]] = []
     for info in checkpoint.shard_tensors(shard):
@@ -103,7 +103,10 @@ def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destinatio
     rows = []
     specs = [spec for _, job in jobs for spec in job.specs]
     total = sum(info.size_bytes for info, _ in jobs)
-    with SafetensorsWriter(destination, specs) as writer, tqdm(total=total, unit="B", unit_scale=True, desc=shard) as bar:
+    with (
+        SafetensorsWriter(destination, specs) as writer,
+        tqdm(total=total, unit="B", unit_scale=True, desc=shard) as bar,
+    ):
         for info, job in jobs:
             try:
                 row = job.run(writer)

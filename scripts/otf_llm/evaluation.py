@@ -21,9 +21,9 @@ from otf_llm.checkpoint import Checkpoint
 from otf_llm.families import Geometry, find_family
 from otf_llm.files import read_json_object, write_json
 from otf_llm.modules import packed_modules
+from otf_llm.settings import SOURCE_SCHEME
 from otf_llm.streaming import load_tensors, save_tensors
 
-SOURCE = "source"
 TOKEN_BLOCK = 512  # tokens whose [V] logits are held at a time
 
 
@@ -48,8 +48,9 @@ class Fidelity:
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     """A source or converted folder as a transformers model in evaluation mode."""
-    import otf_llm  # noqa: F401  (its import makes converted folders loadable)
     from transformers import AutoModelForCausalLM
+
+    import otf_llm  # noqa: F401  (its import makes converted folders loadable)
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.to(device).eval().requires_grad_(False)
@@ -72,14 +73,19 @@ def reference_states(model: nn.Module, windows: list[torch.Tensor], path: Path) 
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module, windows: list[torch.Tensor], reference: Path, reference_head: nn.Module, description: str = "model"
+    model: nn.Module,
+    windows: list[torch.Tensor],
+    reference: Path,
+    reference_head: nn.Module,
+    description: str = "model",
 ) -> Fidelity:
     """Compare ``model`` with the source whose states are in ``reference`` and whose head is ``reference_head``.
 
     Args:
         windows: token ids, int [T] each, the same that the reference was made from.
 
-    Raises ValueError when a window is shorter than two tokens, the reference has other windows, or logits are not finite.
+    Raises ValueError when a window is shorter than two tokens, the reference has other windows, or logits are not
+    finite.
     """
     states, _ = load_tensors(reference)
     if len(states) != len(windows) or any(len(w) < 2 for w in windows):
@@ -147,11 +153,11 @@ def evaluate_source(
     states: Path,
     destination: Path,
 ) -> None:
-    """Evaluate a source model: write its hidden ``states`` and, to ``destination``, its fidelity (to itself) and samples."""
+    """Evaluate a source: write its hidden ``states``, and its fidelity to itself and samples to ``destination``."""
     model = load_model(checkpoint, getattr(torch, dtype), device)
     reference_states(model, windows, states)
-    fidelity = evaluate(model, windows, states, model.get_output_embeddings(), SOURCE)
-    row = {"model": model_name, "scheme": SOURCE, "backend": backend_name(device, packed=False)}
+    fidelity = evaluate(model, windows, states, model.get_output_embeddings(), SOURCE_SCHEME)
+    row = {"model": model_name, "scheme": SOURCE_SCHEME, "backend": backend_name(device, packed=False)}
     _write(destination, row, fidelity, model, checkpoint, prompts, max_new_tokens, dtype, device, manifest, record)
 
 
@@ -171,7 +177,7 @@ def evaluate_scheme(
     states: Path,
     destination: Path,
 ) -> None:
-    """Evaluate a converted ``folder`` against the source's ``states``; every file is checked against its manifest first."""
+    """Evaluate a converted ``folder``, checked against its manifest first, against the source's ``states``."""
     verify_files(folder)
     model = load_model(folder, getattr(torch, dtype), device)
     head = source_head(checkpoint, getattr(torch, dtype), device)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from otf_llm.checkpoint import Checkpoint, verify_against_manifest
+from otf_llm.checkpoint import Checkpoint, row_blocks, verify_against_manifest
 from otf_llm.families import Family, Geometry, check_tensors, find_family
 from otf_llm.files import read_json_object
-from otf_llm.weight_statistics import row_blocks
 
 logger = logging.getLogger(__name__)
 

@@ -82,7 +82,7 @@ class LayerwiseModel:
     def run(self, batches: list[Batch], watch: Callable[[int, nn.Module, Batch], Iterator] | None = None) -> None:
         """Advance every batch through all decoder layers and the final norm, in place.
 
-        ``watch(layer_index, layer, batch)`` may return a context manager that is open while the layer runs on the batch.
+        ``watch(layer_index, layer, batch)`` may return a context manager, open while the layer runs on the batch.
 
         Raises ValueError naming the layer whose output is not finite.
         """

@@ -71,8 +71,9 @@ def channel_statistics(
 class InputOrder:
     """How one linear input is ordered.
 
-    ``largest_outlier`` is the largest |W_ij| in the FP16 columns of all readers. ``folded`` and ``runtime`` name orders of the permutation (or None): the weights' columns are taken in the folded order
-    first, then in the runtime one, and the activation is gathered by the runtime order only.
+    ``largest_outlier`` is the largest |W_ij| in the FP16 columns of all readers. ``folded`` and ``runtime`` name orders
+    of the permutation (or None): the weights' columns are taken in the folded order first, then in the runtime one, and
+    the activation is gathered by the runtime order only.
     """
 
     in_features: int
@@ -109,7 +110,7 @@ class Permutation:
         return self.orders.get(Axis.RESIDUAL)
 
     def runtime_table(self, inputs: Iterable[str]) -> tuple[torch.Tensor, dict[str, int]]:
-        """The table that ``inputs`` are gathered with: int16 (int32 where a width needs it) [total], and the orders' offsets."""
+        """What ``inputs`` are gathered with: one table, int16 (int32 where a width needs it), and its offsets."""
         names = sorted({self.inputs[name].runtime for name in inputs} - {None})
         return _table([self.orders[name] for name in names]), _offsets(names, self.orders)
 
@@ -166,7 +167,7 @@ def _axis_order(axis: Axis, layer: int) -> str:
 
 
 def outlier_count(in_features: int, settings: PermutationSettings) -> int:
-    """Number of FP16 columns: the fraction of K rounded up, at least ``minimum_outliers``, at most K; 0 at fraction 0."""
+    """Number of FP16 columns: the fraction of K rounded up, from ``minimum_outliers`` to K; 0 at fraction 0."""
     fraction = Fraction(str(settings.outlier_fraction))
     if fraction == 0:
         return 0
@@ -178,8 +179,8 @@ def outlier_count(in_features: int, settings: PermutationSettings) -> int:
 def channel_order(importance: torch.Tensor, max_weight: torch.Tensor, num_outliers: int, order: str) -> torch.Tensor:
     """Order of one input's channels, int64 [K]: outliers by falling importance, then the background.
 
-    ``order`` sorts the background: ``max_abs_weight`` (falling max |W_ij|, so that a group holds columns of like range),
-    ``importance`` (falling) or ``natural`` (as in the source). Ties keep the lower index first.
+    ``order`` sorts the background: ``max_abs_weight`` (falling max |W_ij|, so that a group holds columns of like
+    range), ``importance`` (falling) or ``natural`` (as in the source). Ties keep the lower index first.
     """
     ranked = importance.argsort(descending=True, stable=True)
     background = ranked[num_outliers:]

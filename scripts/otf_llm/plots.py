@@ -19,8 +19,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from otf_llm.config import SOURCE_SCHEME
 from otf_llm.files import atomic_path
+from otf_llm.settings import SOURCE_SCHEME
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

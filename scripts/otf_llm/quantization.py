@@ -31,8 +31,8 @@ def quantize_int4(
     Args:
         weight: float32 [N, K].
         group_size: columns that share a scale, the last group may be short; 0 for one scale per row.
-        importance: float32 [K], the weight h_j of column j in the squared error, usually E[x_j²]; with it the scale s of each
-            group minimises Σ_j h_j (w_j - s·q_j)², q = clamp(round(w/s), -7, 7), over a grid of clipping ratios
+        importance: float32 [K], the weight h_j of column j in the squared error, usually E[x_j²]; with it the scale s
+            of each group minimises Σ_j h_j (w_j - s·q_j)², q = clamp(round(w/s), -7, 7), over a grid of clipping ratios
             followed by alternating least squares. None takes s = absmax / 7 (plain round-to-nearest).
 
     Returns:

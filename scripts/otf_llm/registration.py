@@ -65,7 +65,6 @@ class OtfQuantizer(HfQuantizer):
     def is_serializable(self, *args, **kwargs) -> bool:
         return False
 
-
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):
         from otf_llm.modules import expected_tensors, install_modules
 

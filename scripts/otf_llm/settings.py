@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+SOURCE_SCHEME = "source"  # the row of the unconverted model in every table
+CHANNEL = "channel"  # group_size 0 in configuration files and tables: one scale per output channel
 SCOPES = ("input", "width")
 FOLDS = ("intermediate", "residual", "value")
 ORDERS = ("max_abs_weight", "importance", "natural")
@@ -22,7 +24,7 @@ class PermutationSettings:
     """How channels are ordered.
 
     scope: ``input`` (an order per linear input) or ``width`` (one order per distinct input width, for the whole model).
-    fold: axes whose order is folded into the weights, of ``residual``, ``intermediate``, ``value``; scope ``input`` only.
+    fold: axes whose order is folded into the weights, of ``residual``, ``intermediate``, ``value``.
     order: how the background is sorted. outlier_fraction: share of input channels kept in FP16, rounded up;
     minimum_outliers: the least number kept where the fraction is not 0.
     """
@@ -68,8 +70,8 @@ class SchemeSettings:
 
     weights: ``int4`` or ``keep``. group_size: columns per scale, 0 for one scale per output channel.
     scale_search: importance-weighted search of the scales. embedding: ``int8`` or ``keep``.
-    lm_head: ``tied`` (reads the embedding's table), ``int4``, ``keep``, or ``auto``: tied where the source's is, else int4
-    when the weights are (kept otherwise).
+    lm_head: ``tied`` (reads the embedding's table), ``int4``, ``keep``, or ``auto``: tied where the source's is, else
+    int4 when the weights are (kept otherwise).
     """
 
     weights: str = "int4"

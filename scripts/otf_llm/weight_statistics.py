@@ -7,19 +7,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from otf_llm.checkpoint import Checkpoint
+from otf_llm.checkpoint import Checkpoint, row_blocks
 from otf_llm.families import HEAD_INPUT, Family, Geometry, input_name
 from otf_llm.streaming import load_tensors, save_tensors
 
 ABS_SUM, MAXIMUM = "weight_abs_sum", "weight_max_abs"
-BLOCK_BYTES = 32 << 20  # of float32 rows in memory at a time
-
-
-def row_blocks(shape: tuple[int, ...], block_bytes: int = BLOCK_BYTES):
-    """(start, stop) of row blocks of a [N, K] matrix such that a float32 block stays under ``block_bytes``."""
-    rows = max(1, block_bytes // (4 * max(1, shape[1])))
-    for start in range(0, shape[0], rows):
-        yield start, min(start + rows, shape[0])
 
 
 def weight_statistics(
