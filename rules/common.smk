@@ -23,6 +23,7 @@ os.environ.update(
 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
+from otf_llm.recovery import claim_directory
 from otf_llm.sources import (
     GgufSource,
     WheelSource,
@@ -62,6 +63,9 @@ try:
     }
 except (ValueError, OSError) as error:
     raise WorkflowError(str(error)) from None
+
+# A run that was killed is finished by starting it again: its stale locks go, and what it left incomplete is made anew.
+CLAIM = claim_directory(Path.cwd())
 
 PERMUTATIONS = sorted(
     {s.permutation.slug for s in CONFIG.schemes.values() if s.needs_calibration}

@@ -1,13 +1,15 @@
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests share tiny.py
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 
 
 @pytest.fixture
 def tokens():
-    import torch
-
     return torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(7))

@@ -55,8 +55,9 @@ def test_an_error_keeps_the_old_file_and_folder(tmp_path):
 def test_atomic_folder_replaces_the_old_folder_and_a_killed_run_s_leftover(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "old").touch()
-    (tmp_path / ".folder.partial").mkdir()
-    (tmp_path / ".folder.partial" / "leftover").touch()
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    (tmp_path / f".folder.{dead.stdout.strip()}.partial").mkdir()
+    (tmp_path / f".folder.{dead.stdout.strip()}.partial" / "leftover").touch()
     with atomic_folder(tmp_path / "folder") as partial:
         (partial / "new").touch()
     assert os.listdir(tmp_path / "folder") == ["new"]
@@ -115,3 +116,12 @@ def test_sha256_of_known_bytes(tmp_path):
 def test_parse_json_object_refuses(text, message):
     with pytest.raises(ValueError, match=f"^that file.*{message}"):
         parse_json_object(text, "that file")
+
+
+def test_the_partial_file_of_a_living_process_is_left_alone(tmp_path):
+    other = tmp_path / f".file.{os.getppid()}.partial"
+    other.touch()
+    with atomic_path(tmp_path / "file") as partial:
+        partial.write_text("mine")
+    assert other.exists()
+    assert (tmp_path / "file").read_text() == "mine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises OSError naming ``path`` when the disk, quota or file size limit is exhausted.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = _partial(path)
     try:
         with _naming(path):
             yield partial
@@ -44,9 +45,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     ``path`` when the disk, quota or file size limit is exhausted.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    if partial.exists():  # left by a killed process
-        shutil.rmtree(partial)
+    partial = _partial(path)
     partial.mkdir()
     try:
         with _naming(path):
@@ -60,6 +59,25 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     finally:
         if partial.exists():
             shutil.rmtree(partial)
+
+
+def _partial(path: Path) -> Path:
+    """A hidden name beside ``path`` for this process alone; what killed processes left under such names is removed."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        owner = left.name.split(".")[-2]
+        if owner == str(os.getpid()) or not (owner.isdigit() and _is_alive(int(owner))):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_json(path: Path, value: object) -> None:

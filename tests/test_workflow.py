@@ -1,0 +1,491 @@
+"""The real Snakefile on a tiny random model: results, caching to the letter, kills, bad input."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+
+from imports import EVERY_STAGE, REPOSITORY, closure
+from tiny import build_model, byte_tokenizer, save_checkpoint
+
+NOTHING = "Nothing to be done"
+COLUMNS = [
+    "model",
+    "scheme",
+    "bits_per_weight",
+    "size_bytes",
+    "perplexity",
+    "perplexity_rise",
+    "kld",
+    "top1_agreement",
+    "backend",
+    "seed",
+    "commit",
+]
+
+
+class Workspace:
+    """A copy of the repository beside a configuration, and a Snakemake working directory."""
+
+    def __init__(self, folder: Path):
+        self.repository = folder / "repository"
+        self.inputs = folder / "inputs"
+        self.work = folder / "work"
+        self.config = self.inputs / "tiny.yaml"
+        for name in ("rules", "scripts", "kernels", "envs"):
+            shutil.copytree(REPOSITORY / name, self.repository / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("Snakefile", "config.yaml"):
+            shutil.copy(REPOSITORY / name, self.repository / name)
+        self.inputs.mkdir()
+        self.work.mkdir()
+        shutil.copy(REPOSITORY / "tests" / "tiny.yaml", self.config)
+        model = build_model("llama", tie_word_embeddings=True)
+        save_checkpoint(self.inputs / "model", model, max_shard_size="90KB")
+        words = random.Random(0).choices(["alpha", "beta", "gamma", "delta", "omega"], k=400)
+        (self.inputs / "calibration.txt").write_text(" ".join(words[:200]))
+        (self.inputs / "evaluation.txt").write_text(" ".join(words[200:]))
+
+    def command(self, *arguments, work: Path | None = None, config: Path | None = None) -> list[str]:
+        return [
+            *(sys.executable, "-m", "snakemake", "--snakefile", str(self.repository / "Snakefile")),
+            *("--configfile", str(config or self.config), "--directory", str(work or self.work), "--cores", "2"),
+            *arguments,
+        ]
+
+    def run(self, *arguments, **places) -> subprocess.CompletedProcess:
+        command = self.command(*arguments, **places)
+        return subprocess.run(command, capture_output=True, text=True, cwd=self.inputs, env=environment())
+
+    def planned(self, *arguments, **places) -> set[str]:
+        """Rules that a dry run would execute."""
+        done = self.run("--dry-run", *arguments, **places)
+        assert done.returncode == 0, done.stdout + done.stderr
+        text = done.stdout + done.stderr
+        if NOTHING in text:
+            return set()
+        table = text.split("Job stats:")[1].split("total")[0]
+        return set(re.findall(r"^(\w+) +\d+$", table, flags=re.M)) - {"all"}
+
+    def edited(self, changes: dict) -> Path:
+        """A copy of the configuration with some sections changed."""
+        values = yaml.safe_load(self.config.read_text())
+        for key, value in changes.items():
+            values[key] = values[key] | value if isinstance(value, dict) and key in values else value
+        path = self.inputs / "edited.yaml"
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return path
+
+
+def environment() -> dict[str, str]:
+    """This environment without what would let the installed library or an outer configuration in."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    return {**kept, "PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run, whose scripts wrote down which modules of ours they had loaded."""
+    workspace = Workspace(tmp_path_factory.mktemp("workflow"))
+    trace = workspace.inputs / "trace"
+    trace.mkdir()
+    (workspace.inputs / "sitecustomize.py").write_text(
+        "import atexit, json, os, sys\n"
+        "def write():\n"
+        "    if '/.snakemake/scripts/' in sys.argv[0]:\n"
+        "        names = [n for n in sys.modules if n.split('.')[0] in ('otf_llm', 'otf_kernels')]\n"
+        f"        path = os.path.join({str(trace)!r}, os.path.basename(sys.argv[0]))\n"
+        "        json.dump(sorted(names), open(path, 'w'))\n"
+        "atexit.register(write)\n"
+    )
+    command = workspace.command()
+    traced = environment() | {"PYTHONPATH": str(workspace.inputs)}
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=workspace.inputs, env=traced)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return workspace
+
+
+def artifacts(folder: Path) -> dict[str, bytes]:
+    """Every result but logs and timings."""
+    measured = ("logs", "benchmarks")
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted((folder / "results").rglob("*"))
+        if path.is_file() and path.relative_to(folder).parts[1] not in measured and path.name != "stages.csv"
+    }
+
+
+# Results
+
+
+def test_tables_and_plots(done):
+    tables = done.work / "results" / "tables"
+    summary = pd.read_csv(tables / "summary.csv")
+    assert list(summary.columns[: len(COLUMNS)]) == COLUMNS
+    assert list(summary.scheme) == ["source", "int8-embedding", "int4-naive", "int4"]
+    assert not summary[COLUMNS].isna().any().any()
+    source = summary.iloc[0]
+    assert (source.perplexity_rise, source.kld, source.top1_agreement) == (0, 0, 1)
+    assert (summary.perplexity > 1).all()
+    by_category = pd.read_csv(tables / "bytes.csv").groupby(["model", "scheme"]).bytes.sum()
+    assert by_category["tiny", "int4"] == summary.set_index("scheme").size_bytes["int4"]
+    stored = (done.work / "results" / "convert" / "tiny" / "int4").glob("*.safetensors")
+    assert by_category["tiny", "int4"] == sum(path.stat().st_size for path in stored)
+    for plot in ("size_perplexity", "bytes", "layer_error"):
+        assert (tables / f"{plot}.png").read_bytes().startswith(b"\x89PNG")
+        assert "<svg" in (tables / f"{plot}.svg").read_text()
+    assert "int4-naive" in (tables / "summary.md").read_text()
+    stages = pd.read_csv(tables / "stages.csv")
+    assert {"collect_activations", "convert_shard", "evaluate_scheme"} <= set(stages.rule)
+
+
+def test_the_loaded_folder_gives_the_validated_logits(done):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from otf_llm.evaluation import logits_digest
+
+    folder = done.work / "results" / "convert" / "tiny" / "int4"
+    report = json.loads((done.work / "results" / "validate" / "tiny" / "int4" / "fidelity.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(folder)("abc", return_tensors="pt")["input_ids"]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))  # as the job had
+    try:
+        assert logits_digest(model, ids) == report["samples"][0]["logits"]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_perplexity_equals_that_of_transformers_own_loss(done):
+    from transformers import AutoModelForCausalLM
+
+    ids = byte_tokenizer()((done.inputs / "evaluation.txt").read_text())["input_ids"]
+    windows = torch.tensor(ids[: 2 * 64]).view(2, 64)
+    model = AutoModelForCausalLM.from_pretrained(done.inputs / "model", dtype=torch.float32).eval()
+    expected = torch.exp(model(input_ids=windows, labels=windows).loss).item()
+    report = json.loads((done.work / "results" / "validate" / "tiny" / "source" / "fidelity.json").read_text())
+    assert report["fidelity"]["perplexity"] == pytest.approx(expected, rel=1e-5)
+
+
+# Caching
+
+
+def test_a_second_run_has_nothing_to_do(done):
+    finished = done.run()
+    assert finished.returncode == 0
+    assert NOTHING in finished.stdout + finished.stderr
+
+
+def test_touching_reruns_nothing(done):
+    for path in (
+        *(done.repository / "scripts" / "otf_llm").glob("*.py"),
+        *(done.repository / "kernels" / "otf_kernels").glob("*.py"),
+        *(done.inputs / "model").iterdir(),
+        done.inputs / "calibration.txt",
+        done.config,
+        done.repository / "config.yaml",
+    ):
+        path.touch()
+    assert done.planned() == set()
+
+
+TABLES = {"summary_table", "draw_plots"}
+SCHEME = {"convert_shard", "merge_shards", "evaluate_scheme", "check_kernels", "stage_table", *TABLES}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"plots": {"colors": ["#000000"] * 6}}, {"draw_plots"}),
+        (
+            {"schemes": {"int4": {"group_size": 32, "permutation": {"outlier_fraction": 0.1}}}},
+            {"order_channels", *SCHEME},
+        ),
+        ({"schemes": {"new": {"group_size": 64}}}, SCHEME),
+        ({"validate": {"kernel_tokens": 3}}, {"check_kernels", "stage_table", *TABLES}),
+        ({"calibrate": {"batch_size": 4}}, {"collect_activations", "order_channels", *SCHEME}),
+        ({"seed": 1}, {"check_kernels", "stage_table", *TABLES}),
+    ],
+)
+def test_a_changed_setting_reruns_what_depends_on_it(done, changes, expected):
+    values = yaml.safe_load(done.config.read_text())
+    merged = {
+        key: {**values.get(key, {}), **value} if isinstance(value, dict) else value for key, value in changes.items()
+    }
+    assert done.planned(config=done.edited(merged)) == expected
+
+
+def test_a_changed_text_reruns_from_the_tokens(done):
+    path = done.inputs / "evaluation.txt"
+    before = path.read_text()
+    path.write_text(before.replace("omega", "sigma"))
+    try:
+        planned = done.planned()
+    finally:
+        path.write_text(before)
+    assert planned >= {"tokenize_text", "evaluate_source", "evaluate_scheme"}
+    assert "source_manifest" not in planned
+    assert done.planned() == set()
+
+
+def test_a_changed_source_reruns_everything_of_that_model(done):
+    path = done.inputs / "model" / "generation_config.json"
+    before = path.read_text()
+    path.write_text(before + " ")
+    try:
+        assert "source_manifest" in done.planned()
+    finally:
+        path.write_text(before)
+
+
+def rule_scripts() -> dict[str, Path]:
+    """Script of every rule, read from the rules files."""
+    found = {}
+    for path in sorted((REPOSITORY / "rules").glob("*.smk")):
+        for block in re.split(r"(?m)^(?=rule )", path.read_text()):
+            script = re.search(r'"\.\./scripts/(\w+\.py)"', block)
+            if script:
+                found[re.match(r"rule (\w+)", block)[1]] = REPOSITORY / "scripts" / script[1]
+    return found
+
+
+def declared_modules() -> dict[str, set[str]]:
+    """Modules that every rule declares as inputs, read from the rules files."""
+    found = {}
+    for path in sorted((REPOSITORY / "rules").glob("*.smk")):
+        for block in re.split(r"(?m)^(?=rule )", path.read_text()):
+            code = re.search(r"code=code\(([^)]*)\)", block)
+            if code:
+                names = re.findall(r'"([^"]+)"', code[1])
+                qualified = {name if name.startswith("otf_kernels") else f"otf_llm/{name}" for name in names}
+                found[re.match(r"rule (\w+)", block)[1]] = qualified | EVERY_STAGE
+    return found
+
+
+def test_every_rule_declares_what_its_script_imports():
+    scripts = rule_scripts()
+    declared = declared_modules()
+    assert scripts.keys() == declared.keys()
+    for rule, script in scripts.items():
+        assert declared[rule] == closure(script), rule
+
+
+def test_what_scripts_really_load_is_declared(done):
+    declared = declared_modules()
+    by_script = {script.name: rule for rule, script in rule_scripts().items()}
+    traced = list((done.inputs / "trace").iterdir())
+    seen = set()
+    for path in traced:
+        rule = by_script[re.search(r"tmp\w+\.(\w+\.py)$", path.name)[1]]
+        seen.add(rule)
+        loaded = set()
+        for name in json.loads(path.read_text()):
+            module = name.replace(".", "/")
+            loaded.add(f"{module}/__init__" if "/" not in module else module)
+        assert loaded - declared[rule] == set(), rule
+    assert (seen == by_script.keys() and len(seen) > 8) or seen == set(declared) - NOT_RUN
+
+
+NOT_RUN = {"fetch_wheel", "dequantize_gguf", "collect_second_moments"}
+
+
+def test_editing_a_module_reruns_the_stages_that_import_it_and_what_follows(done):
+    """An edit to one module plans exactly the rules that declare it, and their descendants."""
+    declared = declared_modules()
+    graph = done.run("--rulegraph", "dot").stdout
+    names = dict(re.findall(r'(\d+)\[label = "(\w+)"', graph))
+    edges = [(names[a], names[b]) for a, b in re.findall(r"(\d+) -> (\d+)", graph)]
+    for module in sorted(set().union(*declared.values())):
+        root = "kernels" if module.startswith("otf_kernels") else "scripts"
+        path = done.repository / root / f"{module}.py"
+        before = path.read_bytes()
+        path.write_bytes(before + b"\n# edited\n")
+        try:
+            planned = done.planned()
+        finally:
+            path.write_bytes(before)
+        expected = {rule for rule, modules in declared.items() if module in modules} - NOT_RUN
+        while True:
+            following = {b for a, b in edges if a in expected} - {"all"}
+            if following <= expected:
+                break
+            expected |= following
+        assert planned == expected, module
+    assert done.planned() == set()
+
+
+# Reproducibility and kills
+
+
+def test_kills_leave_a_run_that_finishes_with_the_same_bytes(done, tmp_path):
+    """kill -9 of the whole process group at eight moments; the same command then finishes the run."""
+    clean = artifacts(done.work)
+    moments = random.Random(1)
+    for _ in range(8):
+        process = subprocess.Popen(
+            done.command(work=tmp_path),
+            cwd=done.inputs,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(moments.uniform(3, 9))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    finished = done.run(work=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert artifacts(tmp_path) == clean
+
+
+def test_a_second_run_beside_a_living_one_is_refused(done, tmp_path):
+    first = subprocess.Popen(
+        done.command(work=tmp_path),
+        cwd=done.inputs,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / ".snakemake" / "locks").glob("*.lock")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        second = done.run(work=tmp_path)
+        assert second.returncode != 0
+        assert "cannot be locked" in second.stdout + second.stderr
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+
+
+# Bad input
+
+
+def refused(workspace, tmp_path, changes=None, *arguments) -> str:
+    """Output of a run that must fail and leave no results."""
+    finished = workspace.run(*arguments, work=tmp_path, config=workspace.edited(changes or {}))
+    assert finished.returncode != 0
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and ".snakemake" not in path.parts]
+    assert [path for path in left if "logs" not in path.parts] == []
+    return finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"modells": {}}, "config: top level: unknown key 'modells'"),
+        ({"schemes": {"int4": {"group_size": 7}}}, "config: schemes.int4.group_size: 7 is less than the minimum of 16"),
+        ({"schemes": ["int5"]}, "config: schemes.0: no scheme is called 'int5'"),
+        ({"calibrate": {"batch_size": "two"}}, "config: calibrate.batch_size: 'two' is not of type 'integer'"),
+        ({"models": {"tiny": {"source": "./nowhere"}}}, "nowhere does not exist"),
+        ({"models": {"tiny": {"source": "org/name"}}}, "needs the 40 hex digits of a commit"),
+        ({"models": {"tiny": {"source": "org/name", "revision": "0" * 40}}}, "org/name"),
+        ({"text": "./nowhere.txt"}, "config: text: no such file or folder"),
+    ],
+)
+def test_a_bad_configuration_is_one_message_and_nothing_written(done, tmp_path, changes, message):
+    output = refused(done, tmp_path, changes)
+    assert output.count(message) == 1, output
+    assert "Traceback" not in output
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_target_that_does_not_exist(done, tmp_path):
+    output = refused(done, tmp_path, None, "results/convert/tiny/int5/manifest.json")
+    assert "results/convert/tiny/int5/manifest.json" in output
+
+
+def damage(folder: Path, fault: str) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    if fault == "missing":
+        shard.unlink()
+    elif fault == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif fault == "pointer":
+        shard.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n")
+    elif fault == "nan":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(shard)
+        tensors[max(tensors, key=lambda name: tensors[name].numel())].view(-1)[5] = float("nan")
+        save_file(tensors, shard, metadata={"format": "pt"})
+    elif fault == "architecture":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("missing", "is not on disk"),
+        ("truncated", r"error: .*model-00001-of-\d+\.safetensors"),
+        ("pointer", "Git LFS pointer"),
+        ("nan", r"error: .*1 NaN"),
+        ("architecture", "error: unsupported architecture: MambaForCausalLM"),
+    ],
+)
+def test_a_bad_checkpoint_is_one_message_and_nothing_written(done, tmp_path, fault, message):
+    folder = done.inputs / f"bad-{fault}"
+    shutil.copytree(done.inputs / "model", folder)
+    damage(folder, fault)
+    output = refused(done, tmp_path, {"models": {"tiny": {"source": f"./bad-{fault}"}}})
+    assert re.search(message, output), output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("\n\n \n", "0 usable tokens"), ("ten letters", "evaluation text is too short: have 11 tokens")],
+)
+def test_a_bad_text_is_one_message_and_no_tokens(done, tmp_path, text, message):
+    (done.inputs / "bad.txt").write_text(text)
+    part = "calibration" if "usable" in message else "evaluation"
+    texts = {"calibration": "./calibration.txt", "evaluation": "./evaluation.txt"} | {part: "./bad.txt"}
+    finished = done.run(work=tmp_path, config=done.edited({"text": texts}))
+    assert finished.returncode != 0
+    assert message in finished.stdout + finished.stderr
+    assert "Traceback" not in finished.stdout + finished.stderr
+    assert not (tmp_path / "results" / "tokenize").exists() or not any((tmp_path / "results" / "tokenize").rglob("*.*"))
+
+
+# The layout
+
+
+def test_kernels_is_no_package_that_shadows_hugging_faces():
+    import importlib.util
+
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or "otf" not in spec.origin
+    assert not (REPOSITORY / "kernels" / "__init__.py").exists()
+
+
+def test_readme_shows_the_rulegraph_as_it_is():
+    readme = (REPOSITORY / "README.md").read_text()
+    block = re.search(r"```mermaid\n(.*?)```", readme, flags=re.S)[1]
+    command = [
+        sys.executable,
+        "-m",
+        "snakemake",
+        "--snakefile",
+        str(REPOSITORY / "Snakefile"),
+        "--rulegraph",
+        "mermaid-js",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment(), check=True)
+    edges = {line.strip() for line in done.stdout.splitlines() if "-->" in line}
+    assert edges
+    assert edges <= {line.strip() for line in block.splitlines()}
