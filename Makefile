@@ -16,7 +16,7 @@ test: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/snakefmt --check Snakefile rules
 	$(BIN)/snakemake --lint
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix .
@@ -26,9 +26,9 @@ format: .venv/.installed
 .venv/.installed: envs/requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, $(PYTHON) is " + sys.version.split()[0] + "; try: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar on $(PIP_FLAGS) -r envs/requirements.lock
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -r envs/requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
 clean:
-	rm -rf .venv .snakemake results/[!p]*
+	rm -rf .venv .snakemake results/[!pR]*

@@ -42,7 +42,7 @@ def saved(folder, family="llama", model=None, **overrides):
 
 @torch.no_grad()
 def hooked(folder, sequences):
-    """Rows that enter every decoder linear and the head, float64 [n, K] by module name, from transformers' own forward."""
+    """Rows that enter every linear, float64 [n, K] by module name, from transformers' own forward."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

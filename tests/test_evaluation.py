@@ -29,13 +29,13 @@ from otf_llm.streaming import load_tensors, save_tensors
 from test_conversion import convert
 from tiny import FAMILIES, build_model, byte_tokenizer, logits_of, save_checkpoint
 
-LENGTHS = (12, 2, 31)  # 45 positions, 42 of which have a next token in their window
+COUNT, LENGTH = 3, 15  # 45 positions, 42 of which have a next token in their window
 
 
 @pytest.fixture
 def windows():
     generator = torch.Generator().manual_seed(11)
-    return [torch.randint(0, 256, (length,), generator=generator).int() for length in LENGTHS]
+    return list(torch.randint(0, 256, (COUNT, LENGTH), generator=generator).int())
 
 
 def by_hand(source, model, windows):
@@ -79,9 +79,11 @@ def test_measures_equal_sums_over_full_logits(tmp_path, windows, family):
     assert_as_by_hand(compare(source, model, windows, tmp_path / "states.safetensors"), expected)
 
 
-@pytest.mark.parametrize("block", [1, 5, 12, 1000])
-def test_blocks_of_logits_leave_no_seam(tmp_path, windows, monkeypatch, block):
+@pytest.mark.parametrize("block", [1, 4, 15, 1000])
+@pytest.mark.parametrize("batch", [1, 30, 44, 1000])
+def test_blocks_of_logits_and_batches_of_windows_leave_no_seam(tmp_path, windows, monkeypatch, block, batch):
     monkeypatch.setattr(evaluation, "TOKEN_BLOCK", block)
+    monkeypatch.setattr(evaluation, "BATCH_TOKENS", batch)
     source, model = build_model(seed=0), build_model(seed=1)
     expected = by_hand(source, model, windows)
     assert_as_by_hand(compare(source, model, windows, tmp_path / "states.safetensors"), expected)
@@ -137,16 +139,16 @@ def test_narrow_models_are_measured_on_their_own_logits(tmp_path, windows, dtype
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@torch.no_grad()
 def test_reference_states_are_the_final_ones(tmp_path, windows, family):
     model = build_model(family)
     reference_states(model, windows, tmp_path / "states.safetensors")
     states, _ = load_tensors(tmp_path / "states.safetensors")
     assert list(states) == ["000000", "000001", "000002"]
     for window, kept in zip(windows, states.values(), strict=True):
-        assert kept.shape == (len(window), 64)
-        logits = model.lm_head(kept)
-        assert torch.allclose(logits, logits_of(model, window[None].long())[0], atol=1e-5)
-        assert torch.equal(kept, final_states(model, window))
+        assert kept.shape == (LENGTH, 64)
+        assert torch.allclose(model.lm_head(kept), logits_of(model, window[None].long())[0], atol=1e-5)
+        assert torch.allclose(kept, next(final_states(model, [window])), atol=1e-5)
     reference_states(model, windows, tmp_path / "again.safetensors")
     assert (tmp_path / "states.safetensors").read_bytes() == (tmp_path / "again.safetensors").read_bytes()
 
@@ -157,7 +159,9 @@ def test_a_reference_of_other_windows_is_refused(tmp_path, windows):
     reference_states(model, windows, path)
     with pytest.raises(ValueError, match=r"evaluation needs windows .* 3 as in states\.safetensors"):
         evaluate(model, windows[:2], path, model.lm_head)
-    with pytest.raises(ValueError, match=r"states\.safetensors: window 2 has 31 tokens, not 30"):
+    with pytest.raises(ValueError, match=r"states\.safetensors: window 0 has 15 tokens, not 14"):
+        evaluate(model, [window[:-1] for window in windows], path, model.lm_head)
+    with pytest.raises(ValueError, match=r"states\.safetensors: window 2 has 15 tokens, not 14|windows .* one length"):
         evaluate(model, [*windows[:2], windows[2][:-1]], path, model.lm_head)
 
 

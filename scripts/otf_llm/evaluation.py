@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from otf_llm.settings import SOURCE_SCHEME
 from otf_llm.streaming import load_tensors, save_tensors
 
 TOKEN_BLOCK = 512  # tokens whose [V] logits are held at a time
+BATCH_TOKENS = 4096  # tokens run at once, so that a packed model's weights are dequantised once for them all
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,19 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     return model.to(device).eval().requires_grad_(False)
 
 
-def final_states(model: nn.Module, window: torch.Tensor) -> torch.Tensor:
-    """Hidden states after the final norm, float [T, H], of one window of token ids, int [T]."""
-    ids = window.long().to(model.device)[None]
-    return model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+def final_states(model: nn.Module, windows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Hidden states after the final norm, float [T, H], of each window of token ids, int [T], all of one length."""
+    size = max(1, BATCH_TOKENS // len(windows[0]))
+    for start in range(0, len(windows), size):
+        ids = torch.stack(windows[start : start + size]).long().to(model.device)
+        yield from model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
 
 @torch.no_grad()
 def reference_states(model: nn.Module, windows: list[torch.Tensor], path: Path) -> None:
     """Write the source's final hidden states over ``windows`` (int [T] each) to ``path``."""
-    states = {}
-    for index, window in enumerate(tqdm(windows, unit="window", desc="source")):
-        states[f"{index:06d}"] = final_states(model, window).cpu()
+    bar = tqdm(final_states(model, windows), total=len(windows), unit="window", desc="source")
+    states = {f"{index:06d}": hidden.cpu() for index, hidden in enumerate(bar)}
     save_tensors(path, states)
 
 
@@ -93,8 +96,8 @@ def evaluate(
     softcap = getattr(model.config, "final_logit_softcapping", None)
     nll = kld = 0.0
     agreed = positions = scored = 0
-    for index, window in enumerate(tqdm(windows, unit="window", desc=description)):
-        hidden = final_states(model, window)
+    bar = tqdm(final_states(model, windows), total=len(windows), unit="window", desc=description)
+    for index, (window, hidden) in enumerate(zip(windows, bar, strict=True)):
         source_hidden = states[f"{index:06d}"].to(hidden.device, hidden.dtype)
         if source_hidden.shape[0] != len(window):
             raise ValueError(f"{reference.name}: window {index} has {source_hidden.shape[0]} tokens, not {len(window)}")

@@ -67,6 +67,9 @@ class LayerwiseModel:
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self.model = model.eval().requires_grad_(False)
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):  # rotary frequencies; the weights are still absent
+                setattr(module, name, buffer.to(self.device))
         self.decoder = self.model.get_submodule(family.layers.rpartition(".")[0])
         self.layers = self.model.get_submodule(family.layers)
 
@@ -131,7 +134,6 @@ class LayerwiseModel:
         setattr(self.decoder, norm_name, nn.Identity())
         try:
             with torch.no_grad():
-                self.decoder.to(self.device) if self.device.type != "cpu" else None
                 mask = None if real.all() else real.long()
                 self.decoder(inputs_embeds=embedded, attention_mask=mask, position_ids=positions, use_cache=False)
         finally:
