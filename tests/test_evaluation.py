@@ -157,7 +157,7 @@ def test_a_reference_of_other_windows_is_refused(tmp_path, windows):
     model = build_model()
     path = tmp_path / "states.safetensors"
     reference_states(model, windows, path)
-    with pytest.raises(ValueError, match=r"evaluation needs windows .* 3 as in states\.safetensors"):
+    with pytest.raises(ValueError, match=r"states\.safetensors was made from 3 windows, not 2"):
         evaluate(model, windows[:2], path, model.lm_head)
     with pytest.raises(ValueError, match=r"states\.safetensors: window 0 has 15 tokens, not 14"):
         evaluate(model, [window[:-1] for window in windows], path, model.lm_head)
@@ -171,7 +171,7 @@ def test_windows_too_short_to_score_are_an_error_not_a_number(tmp_path, lengths)
     model = build_model()
     path = tmp_path / "states.safetensors"
     save_tensors(path, {f"{i:06d}": torch.zeros(length, 64) for i, length in enumerate(lengths)})
-    with pytest.raises(ValueError, match="windows of at least two tokens"):
+    with pytest.raises(ValueError, match="windows of one length of at least two tokens"):
         evaluate(model, [torch.ones(length).int() for length in lengths], path, model.lm_head)
 
 

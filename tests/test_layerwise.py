@@ -142,6 +142,8 @@ def test_padding_and_batches_leave_every_state_as_it_was(tmp_path, family, paddi
     model = open_layerwise(folder)
     batches = model.prepare(sequences, 3, padding_side)
     assert [tuple(batch.real.shape) for batch in batches] == [(3, 31), (2, 24)]
+    short = batches[0].real[0].tolist()
+    assert short == ([False] * 22 + [True] * 9 if padding_side == "left" else [True] * 9 + [False] * 22)
     model.run(batches)
     rows = [states[real] for batch in batches for states, real in zip(batch.hidden, batch.real, strict=True)]
     for sequence, states in zip(sequences, rows, strict=True):

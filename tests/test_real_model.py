@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+
 from imports import REPOSITORY
 
 MODEL = "smollm2-135m-instruct"

@@ -475,7 +475,7 @@ def test_a_gguf_becomes_the_same_bf16_folder_alone_and_in_a_wheel(tmp_path, capl
     source = parse_source("x.gguf", tmp_path)
     materialise(source, tmp_path / "first")
     in_wheel = parse_source({"wheel": "tiny==1", "sha256": "0" * 64, "file": "tiny/data[1]/x.gguf"}, tmp_path)
-    with caplog.at_level("INFO", logger="otf_llm.sources"):
+    with caplog.at_level("INFO", logger="otf_llm.gguf"):
         materialise(in_wheel, tmp_path / "second", tmp_path / "tiny-1-py3-none-any.whl")
     assert "tiny==1 states the licence: MIT" in caplog.messages
     files = {path.name: path.read_bytes() for path in (tmp_path / "first").iterdir()}

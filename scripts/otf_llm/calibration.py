@@ -24,9 +24,10 @@ class _Sums:
         self.token_count = 0
 
     def add(self, activation: torch.Tensor) -> None:
-        """Add the rows of a float [T, K] activation."""
-        self.abs_sum += activation.abs().sum(0, dtype=torch.float64).cpu()
-        self.square_sum += activation.square().sum(0, dtype=torch.float64).cpu()
+        """Add the rows of a float [T, K] activation, squared in FP64: narrower types overflow before their sums do."""
+        activation = activation.double()
+        self.abs_sum += activation.abs().sum(0).cpu()
+        self.square_sum += activation.square().sum(0).cpu()
         self.token_count += activation.shape[0]
 
 

