@@ -69,7 +69,7 @@ def test_activations_follow_the_outliers_dtype():
     [
         (lambda y: y * 1.01, pytest.approx(0.01, rel=0.2)),
         (lambda y: y.roll(1, dims=-1), pytest.approx(1, rel=0.9)),
-        (lambda y: y * float("nan"), math.inf),
+        (lambda y: y * float("nan"), None),
     ],
     ids=["scaled", "shifted", "nan"],
 )

@@ -431,7 +431,7 @@ def damage(folder: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("missing", "is not on disk"),
+        ("missing", "not on disk: model-00001-of"),
         ("truncated", r"error: .*model-00001-of-\d+\.safetensors"),
         ("pointer", "Git LFS pointer"),
         ("nan", r"error: .*1 NaN"),
