@@ -21,9 +21,6 @@ os.environ.update(
     )
 )
 
-# Torch's idle threads sleep instead of spinning: beside any other work on the machine, spinning costs minutes.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
 from otf_llm.recovery import claim_directory

@@ -82,7 +82,7 @@ def test_measures_equal_sums_over_full_logits(tmp_path, windows, family):
 @pytest.mark.parametrize("block", [1, 4, 15, 1000])
 @pytest.mark.parametrize("batch", [1, 30, 44, 1000])
 def test_blocks_of_logits_and_batches_of_windows_leave_no_seam(tmp_path, windows, monkeypatch, block, batch):
-    monkeypatch.setattr(evaluation, "TOKEN_BLOCK", block)
+    monkeypatch.setattr(evaluation, "LOGITS_ELEMENTS", block * 260)
     monkeypatch.setattr(evaluation, "BATCH_TOKENS", batch)
     source, model = build_model(seed=0), build_model(seed=1)
     expected = by_hand(source, model, windows)
@@ -159,7 +159,7 @@ def test_a_reference_of_other_windows_is_refused(tmp_path, windows):
     reference_states(model, windows, path)
     with pytest.raises(ValueError, match=r"states\.safetensors was made from 3 windows, not 2"):
         evaluate(model, windows[:2], path, model.lm_head)
-    with pytest.raises(ValueError, match=r"states\.safetensors: window 0 has 15 tokens, not 14"):
+    with pytest.raises(ValueError, match=r"states\.safetensors was made from windows of 15 tokens, not 14"):
         evaluate(model, [window[:-1] for window in windows], path, model.lm_head)
     with pytest.raises(ValueError, match=r"states\.safetensors: window 2 has 15 tokens, not 14|windows .* one length"):
         evaluate(model, [*windows[:2], windows[2][:-1]], path, model.lm_head)

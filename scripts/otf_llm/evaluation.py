@@ -25,7 +25,7 @@ from otf_llm.modules import packed_modules
 from otf_llm.settings import SOURCE_SCHEME
 from otf_llm.streaming import load_tensors, save_tensors
 
-TOKEN_BLOCK = 512  # tokens whose [V] logits are held at a time
+LOGITS_ELEMENTS = 1 << 26  # logits held at a time, per model: 256 MB in FP32
 LARGEST_LOSS = 700.0  # nats; exp of much more does not fit a float
 BATCH_TOKENS = 4096  # tokens run at once, so that a packed model's weights are dequantised once for them all
 
@@ -70,9 +70,8 @@ def final_states(model: nn.Module, windows: list[torch.Tensor]) -> Iterator[torc
 @torch.no_grad()
 def reference_states(model: nn.Module, windows: list[torch.Tensor], path: Path) -> None:
     """Write the source's final hidden states over ``windows`` (int [T] each) to ``path``."""
-    bar = tqdm(final_states(model, windows), total=len(windows), unit="window", desc="source")
-    states = {f"{index:06d}": hidden.cpu() for index, hidden in enumerate(bar)}
-    save_tensors(path, states)
+    bar = tqdm(final_states(model, windows), total=len(windows), unit="window", desc=SOURCE_SCHEME)
+    save_tensors(path, {f"{index:06d}": hidden.cpu() for index, hidden in enumerate(bar)})
 
 
 @torch.no_grad()
@@ -91,42 +90,60 @@ def evaluate(
     Raises ValueError when a window is shorter than two tokens, the reference has other windows, or logits are not
     finite.
     """
-    states, _ = load_tensors(reference)
+    states = _load_states(reference, windows)
+    bar = tqdm(final_states(model, windows), total=len(windows), unit="window", desc=description)
+    heads = reference_head, model.get_output_embeddings()
+    return _score(windows, states, bar, heads, getattr(model.config, "final_logit_softcapping", None), description)
+
+
+def _load_states(reference: Path, windows: list[torch.Tensor]) -> list[torch.Tensor]:
+    tensors, _ = load_tensors(reference)
+    states = [tensors[name] for name in sorted(tensors)]
     lengths = sorted({len(window) for window in windows})
     if len(lengths) != 1 or lengths[0] < 2:
         raise ValueError(f"evaluation needs windows of one length of at least two tokens, not of {lengths}")
     if len(states) != len(windows):
         raise ValueError(f"{reference.name} was made from {len(states)} windows, not {len(windows)}")
-    softcap = getattr(model.config, "final_logit_softcapping", None)
+    if states[0].shape[0] != lengths[0]:
+        raise ValueError(f"{reference.name} was made from windows of {states[0].shape[0]} tokens, not {lengths[0]}")
+    return states
+
+
+def _score(windows, source_states, states, heads, softcap, description) -> Fidelity:
+    """Score hidden states [T, H] per window against the source's; ``heads`` are the source's and the model's."""
     nll = kld = 0.0
     agreed = positions = scored = 0
-    bar = tqdm(final_states(model, windows), total=len(windows), unit="window", desc=description)
-    for index, (window, hidden) in enumerate(zip(windows, bar, strict=True)):
-        source_hidden = states[f"{index:06d}"].to(hidden.device, hidden.dtype)
-        if source_hidden.shape[0] != len(window):
-            raise ValueError(f"{reference.name}: window {index} has {source_hidden.shape[0]} tokens, not {len(window)}")
-        for start in range(0, len(window), TOKEN_BLOCK):
-            block = slice(start, start + TOKEN_BLOCK)
-            log_p = _log_probabilities(reference_head, source_hidden[block], softcap, "source")
-            log_q = _log_probabilities(model.get_output_embeddings(), hidden[block], softcap, description)
-            kld += (log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64).item()
-            agreed += (log_p.argmax(-1) == log_q.argmax(-1)).sum().item()
-            targets = window[start + 1 : start + TOKEN_BLOCK + 1].long().to(log_q.device)
-            nll -= log_q[: len(targets)].gather(1, targets[:, None]).sum(dtype=torch.float64).item()
-            positions, scored = positions + log_q.shape[0], scored + len(targets)
+    for window, source_hidden, hidden in zip(windows, source_states, states, strict=True):
+        source_hidden = source_hidden.to(hidden.device, hidden.dtype)
+        block = max(1, LOGITS_ELEMENTS // heads[0].weight.shape[0])
+        for start in range(0, len(window), block):
+            rows = slice(start, start + block)
+            expected = _logits(heads[0], source_hidden[rows], softcap, SOURCE_SCHEME)
+            logits = _logits(heads[1], hidden[rows], softcap, description)
+            agreed += (expected.argmax(-1) == logits.argmax(-1)).sum().item()
+            normaliser = logits.logsumexp(-1)
+            targets = window[start + 1 : start + block + 1].long().to(logits.device)
+            chosen = logits[: len(targets)].gather(1, targets[:, None])[:, 0]
+            nll += (normaliser[: len(targets)] - chosen).sum(dtype=torch.float64).item()
+            # KL(p ‖ q) = Σ p (logit_p - logit_q) - lse_p + lse_q
+            offset = normaliser - expected.logsumexp(-1)
+            difference = logits.neg_().add_(expected)
+            divergence = torch.linalg.vecdot(expected.softmax(-1), difference) + offset
+            kld += divergence.sum(dtype=torch.float64).item()
+            positions, scored = positions + len(divergence), scored + len(targets)
     if nll / scored > LARGEST_LOSS:
         raise ValueError(f"{description}: the mean loss is {nll / scored:.4g}, too large for a perplexity")
     # A model compared with itself gives 0 but for rounding, which may fall on either side.
     return Fidelity(math.exp(nll / scored), max(0.0, kld / positions), agreed / positions, positions, scored)
 
 
-def _log_probabilities(head: nn.Module, hidden: torch.Tensor, softcap: float | None, description: str) -> torch.Tensor:
+def _logits(head: nn.Module, hidden: torch.Tensor, softcap: float | None, description: str) -> torch.Tensor:
     logits = head(hidden).float()
     if softcap is not None:  # Gemma's bound on logits, softcap * tanh(logits / softcap)
         logits = (logits / softcap).tanh() * softcap
     if not torch.isfinite(logits).all():
         raise ValueError(f"{description}: logits hold NaN or Inf")
-    return logits.log_softmax(-1)
+    return logits
 
 
 @torch.no_grad()
@@ -166,7 +183,9 @@ def evaluate_source(
     """Evaluate a source: write its hidden ``states``, and its fidelity to itself and samples to ``destination``."""
     model = load_model(checkpoint, getattr(torch, dtype), device)
     reference_states(model, windows, states)
-    fidelity = evaluate(model, windows, states, model.get_output_embeddings(), SOURCE_SCHEME)
+    kept = _load_states(states, windows)
+    heads = model.get_output_embeddings(), model.get_output_embeddings()
+    fidelity = _score(windows, kept, kept, heads, getattr(model.config, "final_logit_softcapping", None), SOURCE_SCHEME)
     row = {"model": model_name, "scheme": SOURCE_SCHEME, "backend": backend_name(device, packed=False)}
     _write(destination, row, fidelity, model, checkpoint, prompts, max_new_tokens, dtype, device, manifest, record)
 

@@ -15,7 +15,7 @@ import torch
 from otf_llm.packing import packed_width, unpack_int4
 from otf_llm.quantization import num_groups
 
-DEQUANTIZED_ELEMENTS = 1 << 18  # weights held dequantised at a time: 1 MB in float32 stays in a core's cache
+DEQUANTIZED_ELEMENTS = 1 << 20  # weights held dequantised at a time: 4 MB in float32, however large the table
 
 
 def dequantize_int4(
