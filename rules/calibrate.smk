@@ -5,9 +5,7 @@ rule calibrate:
 
 rule second_moments:
     input:
-        expand(
-            "results/calibrate/{model}/second_moments.safetensors", model=CONFIG.models
-        ),
+        expand("results/calibrate/{model}/second_moments.safetensors", model=CONFIG.models),
 
 
 rule collect_activations:

@@ -15,11 +15,7 @@ REPOSITORY = Path(workflow.basedir)
 # Jobs use this checkout's library, whose modules are their declared inputs, whatever else may be installed.
 LIBRARY = [str(REPOSITORY / "scripts"), str(REPOSITORY / "kernels")]
 sys.path[:0] = LIBRARY
-os.environ.update(
-    PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", "")]).rstrip(
-        os.pathsep
-    )
-)
+os.environ.update(PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", "")]).rstrip(os.pathsep))
 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
@@ -36,48 +32,27 @@ from otf_llm.sources import (
 CONFIG_FILES = [Path(path) for path in workflow.overwrite_configfiles]
 DEFAULTS = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
 
+
+def described(text):
+    """A text as a parameter: its settings and a fingerprint of its local files; None where one text serves for both."""
+    return text and asdict(text) | {"fingerprint": fingerprint_files(text.paths)}
+
+
 try:
     # Relative paths start from the folder of the configuration file that gave them.
-    CONFIG = load_config(
-        DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd()
-    )
-    SOURCE_SHARDS = {
-        model: shard_names(source) for model, source in CONFIG.models.items()
-    }
-    FINGERPRINTS = {
-        model: fingerprint(source) for model, source in CONFIG.models.items()
-    }
-    TEXTS = {
-        name: plain_text
-        for name, text in [
-            ("calibration", CONFIG.calibration),
-            ("evaluation", CONFIG.evaluation),
-        ]
-        for plain_text in [
-            (
-                None
-                if text is None
-                else asdict(text) | {"fingerprint": fingerprint_files(text.paths)}
-            )
-        ]
-    }
+    CONFIG = load_config(DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd())
+    SOURCE_SHARDS = {model: shard_names(source) for model, source in CONFIG.models.items()}
+    FINGERPRINTS = {model: fingerprint(source) for model, source in CONFIG.models.items()}
+    TEXTS = {"calibration": described(CONFIG.calibration), "evaluation": described(CONFIG.evaluation)}
 except (ValueError, OSError) as error:
     raise WorkflowError(str(error)) from None
 
 # A run that was killed is finished by starting it again: its stale locks go, and what it left incomplete is made anew.
 CLAIM = claim_directory(Path.cwd())
 
-PERMUTATIONS = sorted(
-    {s.permutation.slug for s in CONFIG.schemes.values() if s.needs_calibration}
-)
-WHEELS = {
-    requirement.replace("==", "-"): requirement for requirement in CONFIG.wheels()
-}
-GGUF_MODELS = [
-    name
-    for name, source in CONFIG.models.items()
-    if isinstance(source, (GgufSource, WheelSource))
-]
+PERMUTATIONS = sorted({s.permutation.slug for s in CONFIG.schemes.values() if s.needs_calibration})
+WHEELS = {requirement.replace("==", "-"): requirement for requirement in CONFIG.wheels()}
+GGUF_MODELS = [name for name, source in CONFIG.models.items() if isinstance(source, (GgufSource, WheelSource))]
 
 
 def one_of(names):
@@ -99,16 +74,8 @@ def code(*modules):
     They are small files, so Snakemake compares them by checksum: touching one reruns nothing.
     """
     library = REPOSITORY / "scripts" / "otf_llm"
-    names = [
-        library / f"{name}.py"
-        for name in ("__init__", "stage", *modules)
-        if not name.startswith("otf_kernels")
-    ]
-    kernels = [
-        REPOSITORY / "kernels" / f"{name}.py"
-        for name in modules
-        if name.startswith("otf_kernels")
-    ]
+    names = [library / f"{name}.py" for name in ("__init__", "stage", *modules) if not name.startswith("otf_kernels")]
+    kernels = [REPOSITORY / "kernels" / f"{name}.py" for name in modules if name.startswith("otf_kernels")]
     return [str(path) for path in names + kernels]
 
 
@@ -142,16 +109,12 @@ def model_wheel(wildcards):
 
 def text_wheels(wildcards):
     """The wheels that the texts come in."""
-    return [
-        wheel_file(text["wheel"]) for text in TEXTS.values() if text and text["wheel"]
-    ]
+    return [wheel_file(text["wheel"]) for text in TEXTS.values() if text and text["wheel"]]
 
 
 def model_source(wildcards):
     """The fields of a GGUF model's source."""
-    return plain(
-        {key: str(value) for key, value in vars(CONFIG.models[wildcards.model]).items()}
-    )
+    return plain({key: str(value) for key, value in vars(CONFIG.models[wildcards.model]).items()})
 
 
 def model_fingerprint(wildcards):
@@ -160,33 +123,23 @@ def model_fingerprint(wildcards):
 
 def checkpoint_folder(wildcards):
     """The folder that the pipeline itself makes of a GGUF model; other sources are used where they lie."""
-    return (
-        [f"results/source/{wildcards.model}/checkpoint"]
-        if wildcards.model in GGUF_MODELS
-        else []
-    )
+    return [f"results/source/{wildcards.model}/checkpoint"] if wildcards.model in GGUF_MODELS else []
 
 
 def checkpoint_location(wildcards):
     """How a job finds the checkpoint: a folder, or a hub repository and commit."""
-    return checkpoint_reference(
-        CONFIG.models[wildcards.model], f"results/source/{wildcards.model}/checkpoint"
-    )
+    return checkpoint_reference(CONFIG.models[wildcards.model], f"results/source/{wildcards.model}/checkpoint")
 
 
 def output_shards(model):
     """Names, without ending, of a converted model's shards: one for each shard of the source."""
     total = len(SOURCE_SHARDS[model])
-    return [
-        shard_name(index, total).removesuffix(".safetensors") for index in range(total)
-    ]
+    return [shard_name(index, total).removesuffix(".safetensors") for index in range(total)]
 
 
 def source_shard(wildcards):
     """The source shard that an output shard is converted from."""
-    return SOURCE_SHARDS[wildcards.model][
-        output_shards(wildcards.model).index(wildcards.shard)
-    ]
+    return SOURCE_SHARDS[wildcards.model][output_shards(wildcards.model).index(wildcards.shard)]
 
 
 def scheme_settings(wildcards):
@@ -237,9 +190,7 @@ def converted_files(wildcards):
 
 def stage_benchmarks(wildcards):
     """Time and memory of every job behind the tables."""
-    quantised = [
-        name for name, scheme in CONFIG.schemes.items() if scheme.needs_calibration
-    ]
+    quantised = [name for name, scheme in CONFIG.schemes.items() if scheme.needs_calibration]
     per_scheme = [
         "merge_shards/{model}/{scheme}",
         "evaluate_scheme/{model}/{scheme}",

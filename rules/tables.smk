@@ -94,9 +94,7 @@ rule draw_plots:
         layers="results/tables/layers.csv",
         code=code("files", "plots", "settings"),
     output:
-        size_perplexity=expand(
-            "results/tables/size_perplexity.{ending}", ending=["png", "svg"]
-        ),
+        size_perplexity=expand("results/tables/size_perplexity.{ending}", ending=["png", "svg"]),
         bytes=expand("results/tables/bytes.{ending}", ending=["png", "svg"]),
         layer_error=expand("results/tables/layer_error.{ending}", ending=["png", "svg"]),
     log:

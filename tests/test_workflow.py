@@ -177,6 +177,25 @@ def test_perplexity_equals_that_of_transformers_own_loss(done):
     assert report["fidelity"]["perplexity"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_second_moments_on_request(done):
+    """E[x xᵀ] of every linear input; its diagonal is the profile's mean square."""
+    from safetensors.torch import load_file
+
+    from otf_llm.calibration_profile import load_statistics
+
+    path = done.work / "results" / "calibrate" / "tiny" / "second_moments.safetensors"
+    finished = done.run("second_moments")
+    try:
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        moments = load_file(path)
+    finally:
+        path.unlink(missing_ok=True)
+    profile = load_statistics(path.with_name("activations.safetensors"))
+    assert moments.keys() == profile.keys()
+    for name, moment in moments.items():
+        assert torch.allclose(moment.diagonal().double(), profile[name].mean_square(), rtol=1e-5), name
+
+
 # Caching
 
 
@@ -497,3 +516,18 @@ def test_the_picture_in_the_readme_is_the_rulegraph():
     drawn_edges = set(re.findall(r"<title>(\d+)&#45;&gt;(\d+)</title>", picture))
     assert edges
     assert reachable(drawn_nodes, drawn_edges) == reachable(nodes, edges)
+
+
+@pytest.mark.parametrize(("place", "file"), [(0, "cpu/summary.csv"), (1, "h200/wikitext.csv")])
+def test_the_readme_quotes_the_published_tables(place, file):
+    readme = (REPOSITORY / "README.md").read_text()
+    quoted = re.findall(r"\| scheme \| bits/weight.*?(?=\n\n)", readme, flags=re.S)[place].splitlines()[2:]
+    published = pd.read_csv(REPOSITORY / "results" / "published" / file)
+    assert len(quoted) == len(published)
+    for line, row in zip(quoted, published.itertuples(), strict=True):
+        name, bits, megabytes, perplexity, rise, kld, agreement = (cell.strip(" *`") for cell in line.split("|")[1:-1])
+        assert name == row.scheme
+        assert (bits, megabytes) == (f"{row.bits_per_weight:.2f}", f"{row.size_bytes / 1e6:.1f}"), name
+        assert (perplexity, kld) == (f"{row.perplexity:.2f}", f"{row.kld:.4f}"), name
+        assert rise == ("" if name == "source" else f"{100 * row.perplexity_rise:+.1f} %"), name
+        assert agreement == f"{100 * row.top1_agreement:.1f} %", name

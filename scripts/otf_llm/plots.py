@@ -182,7 +182,7 @@ def draw_layer_error(layers: pd.DataFrame, models: Sequence[str], colors: Sequen
                 linewidth=1.2,
                 label=name,
             )
-        axes.set(title=f"{model}, {scheme}", xlabel="layer", ylabel="relative error")
+        axes.set(title=f"{model}, {scheme}", xlabel="layer", ylabel="weighted squared error, relative")
         _use_log_scale(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
