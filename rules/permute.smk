@@ -12,14 +12,7 @@ rule weight_statistics:
         manifest="results/source/{model}/manifest.json",
         checkpoint=checkpoint_folder,
         code=code(
-            "checkpoint",
-            "families",
-            "files",
-            "inspection",
-            "shards",
-            "sources",
-            "streaming",
-            "weight_statistics",
+            "checkpoint", "families", "files", "inspection", "shards", "sources", "streaming", "weight_statistics"
         ),
     output:
         "results/permute/{model}/weights.safetensors",

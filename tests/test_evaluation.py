@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from otf_llm import evaluation
 from otf_llm.checkpoint import Checkpoint, build_manifest
 from otf_llm.evaluation import (
+    EvaluationSettings,
     backend_name,
     evaluate,
     evaluate_scheme,
@@ -206,7 +207,7 @@ def test_source_head_is_the_one_the_model_uses(tmp_path):
     for tied in (True, False):
         model = build_model(tie_word_embeddings=tied)
         folder = save_checkpoint(tmp_path / str(tied), model)
-        head = source_head(folder, torch.float32, "cpu")
+        head = source_head(Checkpoint.open(folder), torch.float32, "cpu")
         loaded = load_model(folder, torch.float32, "cpu")
         assert isinstance(head, nn.Linear)
         assert torch.equal(head(hidden), loaded.lm_head(hidden))
@@ -273,39 +274,22 @@ def test_backend_names(device, packed, expected):
 # The two stages
 
 
+def settings(scheme, **changes):
+    values = {"model": "tiny", "scheme": scheme, "prompts": ("abc",), "max_new_tokens": 3, "dtype": "float32"}
+    return EvaluationSettings(**(values | {"device": "cpu", "record": {"commit": "c0ffee"}} | changes))
+
+
 def run_source(source, windows, tmp_path, **changes):
     checkpoint = Checkpoint.open(source)
     write_json(tmp_path / "source.json", build_manifest(checkpoint, "llama", False))
-    options = {
-        "model_name": "tiny",
-        "prompts": ["abc"],
-        "max_new_tokens": 3,
-        "dtype": "float32",
-        "device": "cpu",
-        "record": {"commit": "c0ffee"},
-        "states": tmp_path / "states.safetensors",
-        "destination": tmp_path / "source-result.json",
-    }
-    evaluate_source(source, tmp_path / "source.json", windows, **(options | changes))
+    places = {"states": tmp_path / "states.safetensors", "destination": tmp_path / "source-result.json"}
+    evaluate_source(source, tmp_path / "source.json", windows, settings("source", **changes), **places)
     return json.loads((tmp_path / "source-result.json").read_text())
 
 
 def run_scheme(source, folder, windows, tmp_path):
-    evaluate_scheme(
-        folder,
-        source,
-        tmp_path / "source.json",
-        windows,
-        model_name="tiny",
-        scheme_name="int4",
-        prompts=["abc"],
-        max_new_tokens=3,
-        dtype="float32",
-        device="cpu",
-        record={"commit": "c0ffee"},
-        states=tmp_path / "states.safetensors",
-        destination=tmp_path / "result.json",
-    )
+    places = {"states": tmp_path / "states.safetensors", "destination": tmp_path / "result.json"}
+    evaluate_scheme(folder, source, tmp_path / "source.json", windows, settings("int4"), **places)
     return json.loads((tmp_path / "result.json").read_text())
 
 

@@ -21,6 +21,7 @@ from otf_llm.artifact_format import verify_files
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.families import Geometry, find_family
 from otf_llm.files import read_json_object, write_json
+from otf_llm.inspection import open_verified
 from otf_llm.modules import packed_modules
 from otf_llm.settings import SOURCE_SCHEME
 from otf_llm.streaming import load_tensors, save_tensors
@@ -166,28 +167,46 @@ def logits_digest(model: nn.Module, ids: torch.Tensor) -> dict:
     return {"sha256": digest, "argmax": int(logits.argmax()), "max": logits.max().item()}
 
 
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What an evaluation report is made with: names for its row, samples to generate, dtype and device to compute in.
+
+    ``record`` goes into the report as it is (tokens, commit, versions).
+    """
+
+    model: str
+    scheme: str
+    prompts: tuple[str, ...]
+    max_new_tokens: int
+    dtype: str
+    device: str
+    record: dict
+
+    def load(self, folder: Path) -> nn.Module:
+        """The model in ``folder``, in this dtype on this device."""
+        return load_model(folder, getattr(torch, self.dtype), self.device)
+
+
 def evaluate_source(
     checkpoint: Path,
     manifest: Path,
     windows: list[torch.Tensor],
+    settings: EvaluationSettings,
     *,
-    model_name: str,
-    prompts: list[str],
-    max_new_tokens: int,
-    dtype: str,
-    device: str,
-    record: dict,
     states: Path,
     destination: Path,
 ) -> None:
-    """Evaluate a source: write its hidden ``states``, and its fidelity to itself and samples to ``destination``."""
-    model = load_model(checkpoint, getattr(torch, dtype), device)
+    """Evaluate a source: write its hidden ``states``, and its fidelity to itself and samples to ``destination``.
+
+    Raises ValueError naming what has changed in the source since its ``manifest``.
+    """
+    open_verified(checkpoint, manifest)
+    model = settings.load(checkpoint)
     reference_states(model, windows, states)
     kept = _load_states(states, windows)
     heads = model.get_output_embeddings(), model.get_output_embeddings()
     fidelity = _score(windows, kept, kept, heads, getattr(model.config, "final_logit_softcapping", None), SOURCE_SCHEME)
-    row = {"model": model_name, "scheme": SOURCE_SCHEME, "backend": backend_name(device, packed=False)}
-    _write(destination, row, fidelity, model, checkpoint, prompts, max_new_tokens, dtype, device, manifest, record)
+    _write_report(destination, settings, fidelity, model, checkpoint, manifest)
 
 
 def evaluate_scheme(
@@ -195,42 +214,52 @@ def evaluate_scheme(
     checkpoint: Path,
     manifest: Path,
     windows: list[torch.Tensor],
+    settings: EvaluationSettings,
     *,
-    model_name: str,
-    scheme_name: str,
-    prompts: list[str],
-    max_new_tokens: int,
-    dtype: str,
-    device: str,
-    record: dict,
     states: Path,
     destination: Path,
 ) -> None:
-    """Evaluate a converted ``folder``, checked against its manifest first, against the source's ``states``."""
+    """Evaluate a converted ``folder`` against the source's ``states`` and write its report to ``destination``.
+
+    Raises ValueError naming files of the folder that differ from its manifest, or what has changed in the source.
+    """
     verify_files(folder)
-    model = load_model(folder, getattr(torch, dtype), device)
-    head = source_head(checkpoint, getattr(torch, dtype), device)
-    fidelity = evaluate(model, windows, states, head, scheme_name)
-    packed = any(True for _ in packed_modules(model))
-    row = {"model": model_name, "scheme": scheme_name, "backend": backend_name(device, packed)}
-    _write(destination, row, fidelity, model, folder, prompts, max_new_tokens, dtype, device, manifest, record)
+    head = source_head(open_verified(checkpoint, manifest), getattr(torch, settings.dtype), settings.device)
+    model = settings.load(folder)
+    fidelity = evaluate(model, windows, states, head, settings.scheme)
+    _write_report(destination, settings, fidelity, model, folder, manifest)
 
 
-def _write(destination, row, fidelity, model, folder, prompts, max_new_tokens, dtype, device, manifest, record) -> None:
+def _write_report(
+    destination: Path,
+    settings: EvaluationSettings,
+    fidelity: Fidelity,
+    model: nn.Module,
+    folder: Path,
+    manifest: Path,
+) -> None:
     from transformers import AutoTokenizer
 
-    samples = generate_samples(model, AutoTokenizer.from_pretrained(folder), prompts, max_new_tokens)
-    source_digest = read_json_object(manifest)["digest"]
-    settings = {"device": device, "dtype": dtype, "source_digest": source_digest}
-    write_json(destination, {**row, **settings, **record, "fidelity": fidelity.to_dict(), "samples": samples})
+    packed = any(True for _ in packed_modules(model))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    report = {
+        "model": settings.model,
+        "scheme": settings.scheme,
+        "backend": backend_name(settings.device, packed),
+        "device": settings.device,
+        "dtype": settings.dtype,
+        "source_digest": read_json_object(manifest)["digest"],
+        "fidelity": fidelity.to_dict(),
+        "samples": generate_samples(model, tokenizer, list(settings.prompts), settings.max_new_tokens),
+    }
+    write_json(destination, report | settings.record)
 
 
-def source_head(checkpoint: Path, dtype: torch.dtype, device: str) -> nn.Linear:
+def source_head(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> nn.Linear:
     """The source's head alone: ``lm_head``, or the embedding matrix that it is tied to."""
-    opened = Checkpoint.open(checkpoint)
-    family = find_family(opened.config)
-    tied = Geometry.of(opened.config, family).tied
-    weight = opened.read(f"{family.embedding if tied else family.head}.weight")
+    family = find_family(checkpoint.config)
+    tied = Geometry.of(checkpoint.config, family).tied
+    weight = checkpoint.read(f"{family.embedding if tied else family.head}.weight")
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
     return head
