@@ -13,3 +13,14 @@ if not torch.cuda.is_available():
 @pytest.fixture
 def tokens():
     return torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, data):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    return write

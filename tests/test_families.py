@@ -315,3 +315,10 @@ def test_heads_that_do_not_divide():
 def test_optional_sizes_are_checked_too(key, value):
     with pytest.raises(ValueError, match=rf"config\.json: {key}"):
         Geometry.of(SIZES | {key: value}, FAMILIES[0])
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_mixtures_of_experts_are_refused_by_name(architecture):
+    """Experts need statistics of their own, also where no token was routed; nothing is guessed."""
+    with pytest.raises(ValueError, match=f"unsupported architecture: {architecture}; supported: LlamaForCausalLM"):
+        find_family({"architectures": [architecture]})

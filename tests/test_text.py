@@ -26,17 +26,6 @@ from otf_llm.text import load_texts
 GOOD_LINES = "".join(f"line {i}\n" for i in range(1000)).encode()
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(name, data):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        return path
-
-    return write
-
-
 @pytest.fixture(autouse=True)
 def _notes(caplog):
     caplog.set_level(logging.INFO, logger="otf_llm.text")

@@ -29,17 +29,6 @@ def as_lists(tokens):
     return [sequence.tolist() for sequence in tokens.sequences()]
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(name, data):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        return path
-
-    return write
-
-
 @pytest.fixture(autouse=True)
 def _notes(caplog):
     caplog.set_level(logging.INFO, logger="otf_llm.tokens")

@@ -349,6 +349,7 @@ def test_editing_a_module_reruns_the_stages_that_import_it_and_what_follows(done
 def test_kills_leave_a_run_that_finishes_with_the_same_bytes(done, tmp_path):
     """kill -9 of the whole process group at eight moments; the same command then finishes the run."""
     clean = artifacts(done.work)
+    configurations = [path.read_bytes() for path in (done.config, done.repository / "config.yaml")]
     moments = random.Random(1)
     for _ in range(8):
         process = subprocess.Popen(
@@ -367,6 +368,25 @@ def test_kills_leave_a_run_that_finishes_with_the_same_bytes(done, tmp_path):
     finished = done.run(work=tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert artifacts(tmp_path) == clean
+    assert [path.read_bytes() for path in (done.config, done.repository / "config.yaml")] == configurations
+
+
+def test_a_shard_that_was_spoilt_after_conversion_is_noticed(done, tmp_path):
+    """Half a shard under its final name, newer than what was made of it, as a kept failure would leave it."""
+    shutil.copytree(done.work / "results", tmp_path / "results")
+    shutil.copytree(done.work / ".snakemake" / "metadata", tmp_path / ".snakemake" / "metadata")
+    assert done.planned(work=tmp_path) == set()
+    shard = sorted((tmp_path / "results" / "convert" / "tiny" / "int4").glob("model-*.safetensors"))[0]
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    later = time.time() + 10
+    os.utime(shard, (later, later))
+    finished = done.run(work=tmp_path)
+    assert finished.returncode != 0
+    assert f"{shard.name} has changed since it was converted" in finished.stdout + finished.stderr
+    shard.unlink()
+    finished = done.run(work=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert artifacts(tmp_path) == artifacts(done.work)
 
 
 def test_a_second_run_beside_a_living_one_is_refused(done, tmp_path):

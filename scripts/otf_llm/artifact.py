@@ -24,15 +24,20 @@ EXPECTED_SIDE_FILES = ("generation_config.json", "tokenizer_config.json")
 
 
 def merge(
-    checkpoint: Checkpoint, recipe: Recipe, folder: Path, shards: list[str], reports: list[list[dict]], source: dict
+    checkpoint: Checkpoint, recipe: Recipe, folder: Path, shards: list[str], reports: list[dict], source: dict
 ) -> dict:
     """Write everything but the weight shards into ``folder`` and return the manifest, which is written last.
 
     Args:
         shards: output shard file names in order; reports: what ``convert_shard`` returned for each.
         source: the source manifest; its digest and family go into this one.
+
+    Raises ValueError naming a shard whose bytes are not those that were converted.
     """
-    rows = [row | {"shard": shard} for shard, report in zip(shards, reports, strict=True) for row in report]
+    for shard, report in zip(shards, reports, strict=True):
+        if sha256(folder / shard) != report["sha256"]:
+            raise ValueError(f"{folder / shard} has changed since it was converted; remove it to have it made again")
+    rows = [row | {"shard": shard} for shard, report in zip(shards, reports, strict=True) for row in report["tensors"]]
     weight_map = {name: row["shard"] for row in rows for name in row["outputs"]}
     table, offsets = _write_table(recipe, folder, {row["input"] for row in rows if row["action"] == "int4"})
     if len(table):

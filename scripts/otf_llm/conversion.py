@@ -28,6 +28,7 @@ from otf_llm.families import (
     tensor_role,
     unknown_tensors,
 )
+from otf_llm.files import sha256
 from otf_llm.packing import pack_int4
 from otf_llm.permutation import Permutation
 from otf_llm.quantization import SCALE_DTYPE, num_groups, quantize_int4, quantize_int8_rows
@@ -85,13 +86,13 @@ class _Job:
     run: Callable[[SafetensorsWriter], dict]
 
 
-def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destination: Path) -> list[dict]:
+def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destination: Path) -> dict:
     """Convert the tensors of one source shard into the safetensors file ``destination``.
 
     Returns:
-        One row per output group: ``tensor`` (source), ``module``, ``action`` (int4, int8, copied, reordered, dropped),
-        ``outputs`` (name → bytes), ``num_weights``, and for quantised ones ``relative_error``: Σ h(w-ŵ)² / Σ h w², with
-        h = E[x²] for linears and 1 for the embedding.
+        ``sha256`` of the written file, and under ``tensors`` one row per output group: ``tensor`` (source), ``module``,
+        ``action`` (int4, int8, copied, reordered, dropped), ``outputs`` (name → bytes), and for quantised ones
+        ``relative_error``: Σ h(w-ŵ)² / Σ h w², with h = E[x²] for linears and 1 for the embedding.
 
     Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path when a write
     fails.
@@ -115,7 +116,7 @@ def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destinatio
             outputs = {spec.name: spec.size_bytes for spec in job.specs}
             rows.append({"tensor": info.name, "source_bytes": info.size_bytes, **row, "outputs": outputs})
             bar.update(info.size_bytes)
-    return rows
+    return {"sha256": sha256(destination), "tensors": rows}
 
 
 def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe) -> list[_Job]:
