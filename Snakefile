@@ -16,4 +16,5 @@ include: "rules/tables.smk"
 rule all:
     default_target: True
     input:
+        rules.convert.input,
         rules.tables.input,

@@ -166,11 +166,12 @@ def calibrated_inputs(wildcards):
     ]
 
 
+def shard_files_of(model, scheme):
+    return [f"results/convert/{model}/{scheme}/{shard}.safetensors" for shard in output_shards(model)]
+
+
 def shard_files(wildcards):
-    return [
-        f"results/convert/{wildcards.model}/{wildcards.scheme}/{shard}.safetensors"
-        for shard in output_shards(wildcards.model)
-    ]
+    return shard_files_of(wildcards.model, wildcards.scheme)
 
 
 def shard_reports(wildcards):

@@ -1,10 +1,12 @@
 rule convert:
     input:
         expand(
-            "results/convert/{model}/{scheme}/manifest.json",
+            "results/convert/{model}/{scheme}/{file}",
             model=CONFIG.models,
             scheme=CONFIG.schemes,
+            file=["manifest.json", "config.json", "model.safetensors.index.json"],
         ),
+        [shard for model in CONFIG.models for scheme in CONFIG.schemes for shard in shard_files_of(model, scheme)],
 
 
 rule convert_shard:
