@@ -20,12 +20,12 @@ os.environ.update(PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
 from otf_llm.recovery import claim_directory
+from otf_llm.text import fingerprint_texts
 from otf_llm.sources import (
     GgufSource,
     WheelSource,
     checkpoint_reference,
     fingerprint,
-    fingerprint_files,
     shard_names,
 )
 
@@ -35,11 +35,11 @@ DEFAULTS = yaml.safe_load((REPOSITORY / "config.yaml").read_text())
 
 def described(text):
     """A text as a parameter: its settings and a fingerprint of its local files; None where one text serves for both."""
-    return text and asdict(text) | {"fingerprint": fingerprint_files(text.paths)}
+    return text and asdict(text) | {"fingerprint": fingerprint_texts(text.paths)}
 
 
 try:
-    # Relative paths start from the folder of the configuration file that gave them.
+    # Relative paths start from the folder of the user's configuration file, the last one's if there are several.
     CONFIG = load_config(DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd())
     SOURCE_SHARDS = {model: shard_names(source) for model, source in CONFIG.models.items()}
     FINGERPRINTS = {model: fingerprint(source) for model, source in CONFIG.models.items()}
@@ -87,6 +87,16 @@ def plain(value):
 def section(name):
     """One section of the configuration as a parameter."""
     return plain(CONFIG.sections[name])
+
+
+def prompts(wildcards):
+    """Through a function, because Snakemake would fill in braces in plain strings."""
+    return CONFIG.sections["validate"]["prompts"]
+
+
+def texts(wildcards):
+    """Through a function, because Snakemake would fill in braces in plain strings."""
+    return plain(TEXTS)
 
 
 def wheel_requirement(wildcards):

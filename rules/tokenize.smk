@@ -35,7 +35,7 @@ rule tokenize_text:
         "../envs/pipeline.yaml"
     params:
         location=checkpoint_location,
-        texts=plain(TEXTS),
+        texts=texts,
         errors=CONFIG.sections["tokenize"]["errors"],
         num_sequences=CONFIG.sections["calibrate"]["num_sequences"],
         sequence_length=CONFIG.sections["calibrate"]["sequence_length"],

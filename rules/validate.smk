@@ -49,7 +49,7 @@ rule evaluate_source:
         processors=processors,
     params:
         location=checkpoint_location,
-        prompts=CONFIG.sections["validate"]["prompts"],
+        prompts=prompts,
         max_new_tokens=CONFIG.sections["validate"]["max_new_tokens"],
         dtype=CONFIG.sections["validate"]["dtype"],
         device=CONFIG.device,
@@ -100,7 +100,7 @@ rule evaluate_scheme:
         processors=processors,
     params:
         location=checkpoint_location,
-        prompts=CONFIG.sections["validate"]["prompts"],
+        prompts=prompts,
         max_new_tokens=CONFIG.sections["validate"]["max_new_tokens"],
         dtype=CONFIG.sections["validate"]["dtype"],
         device=CONFIG.device,

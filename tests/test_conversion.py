@@ -1,5 +1,6 @@
 """Converted folders: what is stored, that they load, and that they compute what an independent dequantisation does."""
 
+import dataclasses
 import json
 
 import pytest
@@ -208,7 +209,9 @@ def test_config_states_the_method_and_keeps_the_rest(tmp_path):
     assert before == after
 
 
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.scales", "global_perm_idx", "model.embed_tokens.codes"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.scales", "global_perm_idx", "model.embed_tokens.codes", "model.norm.weight"]
+)
 def test_an_artifact_without_a_tensor_is_refused_by_name(tmp_path, name):
     source = save_checkpoint(tmp_path / "source", build_model("llama"))
     convert(source, tmp_path / "out", SchemeSettings())
@@ -217,7 +220,7 @@ def test_an_artifact_without_a_tensor_is_refused_by_name(tmp_path, name):
     tensors = load_file(path)
     tensors[f"{name}.renamed"] = tensors.pop(name)
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=rf"lacks 1 packed tensors: {name}"):
+    with pytest.raises(ValueError, match=rf"lacks 1 tensors: {name}"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with pytest.raises(ValueError, match=f"changed since conversion: {path.name}"):
         verify_files(tmp_path / "out")
@@ -304,3 +307,41 @@ def test_widths_that_no_group_divides(tmp_path, tokens, hidden, intermediate):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     expected = dense_logits(source, tmp_path / "out", recipe, tokens)
     assert (logits_of(loaded, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_tied_matrix_that_both_ends_keep_stays_tied(tmp_path, tokens):
+    source = save_checkpoint(tmp_path / "source", build_model("llama", tie_word_embeddings=True))
+    scheme = SchemeSettings(embedding="keep", lm_head="keep")
+    recipe, _ = convert(source, tmp_path / "out", scheme)
+    first, second = (AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32) for _ in range(2))
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    assert (logits_of(first, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(first.lm_head.weight, second.lm_head.weight)
+
+
+def test_shards_of_two_recipes_are_never_put_together(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    recipe, _ = convert(source, tmp_path / "out", SchemeSettings())
+    checkpoint = Checkpoint.open(source)
+    report = convert_shard(checkpoint, "model.safetensors", recipe, tmp_path / "out" / shard_name(0, 1))
+    manifest = build_manifest(checkpoint, "llama", False)
+    other = dataclasses.replace(recipe, digest="another")
+    with pytest.raises(ValueError, match=r"was converted with other settings"):
+        merge(checkpoint, other, tmp_path / "out", [shard_name(0, 1)], [report], manifest)
+    (tmp_path / "out" / shard_name(0, 1)).write_bytes(b"half")
+    with pytest.raises(ValueError, match=r"has changed since it was converted"):
+        merge(checkpoint, recipe, tmp_path / "out", [shard_name(0, 1)], [report], manifest)
+
+
+def test_side_files_of_another_time_go_and_named_templates_come(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    (source / "manifest.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("{{ tools }}")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "chat_template.jinja").write_text("stale")
+    _, manifest = convert(source, tmp_path / "out", SchemeSettings())
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool.jinja").read_text() == "{{ tools }}"
+    assert load_manifest(tmp_path / "out") == manifest
+    verify_files(tmp_path / "out")

@@ -279,9 +279,21 @@ def test_an_absent_tie_means_what_the_familys_class_says(name, given):
     class_name, _ = tiny.FAMILIES[name]
     default = getattr(transformers, class_name)().tie_word_embeddings
     family = next(family for family in FAMILIES if family.name == name)
-    assert Geometry.of(SIZES | given, family).tied is default is (name == "gemma3")
+    sizes = SIZES | {"num_key_value_heads": 2}
+    assert Geometry.of(sizes | given, family).tied is default is (name == "gemma3")
     for tied in (True, False):
-        assert Geometry.of(SIZES | {"tie_word_embeddings": tied}, family).tied is tied
+        assert Geometry.of(sizes | {"tie_word_embeddings": tied}, family).tied is tied
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_absent_sizes_mean_what_the_familys_class_says(name):
+    class_name, _ = tiny.FAMILIES[name]
+    sizes = SIZES | {"num_attention_heads": 32, "hidden_size": 64}
+    config = getattr(transformers, class_name)(**sizes)
+    family = next(family for family in FAMILIES if family.name == name)
+    geometry = Geometry.of(sizes, family)
+    assert geometry.num_kv_heads == config.num_key_value_heads
+    assert geometry.head_dim == (getattr(config, "head_dim", None) or 2)
 
 
 def test_head_sizes():

@@ -172,3 +172,10 @@ def test_relative_error():
 def test_tolerance_grows_with_the_number_of_terms():
     assert tolerance(torch.float16, 1) == pytest.approx(2**-10, rel=1e-3)
     assert tolerance(torch.float32, 10_000) == pytest.approx(101 * 2**-23)
+
+
+def test_tolerance_knows_the_spacing_of_the_smallest_numbers():
+    """Outputs around 6e-6 lie on FP16's subnormal grid of 6e-8, a hundredth of them."""
+    assert tolerance(torch.float16, 1, 6e-6) == pytest.approx(2**-10 + 2**-24 / 6e-6, rel=1e-3)
+    assert tolerance(torch.float16, 1, 1.0) == pytest.approx(tolerance(torch.float16, 1), rel=1e-3)
+    assert tolerance(torch.float16, 1, 0.0) == tolerance(torch.float16, 1)

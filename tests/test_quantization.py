@@ -117,3 +117,13 @@ def test_int8_rows():
     assert codes.tolist() == [[127, -64, 1], [0, 0, 0], [-127, 63, 0]]
     assert scales[0] == 1
     assert scales[1] == 0
+
+
+def test_scales_that_fp16_would_round_to_zero_keep_the_weights():
+    weight = torch.tensor([[1e-6, -5e-7, 0.0, 3e-7]])
+    codes, scales = quantize_int8_rows(weight)
+    assert scales.item() == 2.0**-24
+    assert ((codes * scales.float()[:, None]) - weight).abs().max() <= 2.0**-25
+    codes, scales = quantize_int4(weight * 0.1, 0)
+    assert scales.item() == 2.0**-24
+    assert (codes * scales.float() - weight * 0.1).abs().max() <= 2.0**-25

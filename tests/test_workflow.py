@@ -411,6 +411,17 @@ def test_a_second_run_beside_a_living_one_is_refused(done, tmp_path):
         first.wait()
 
 
+def test_braces_in_prompts_and_paths_are_text(done, tmp_path):
+    path = done.inputs / "cal{model}.txt"
+    path.write_text((done.inputs / "calibration.txt").read_text())
+    texts = {"calibration": "./cal{model}.txt", "evaluation": "./evaluation.txt"}
+    changes = {"text": texts, "schemes": ["int8-embedding"], "validate": {"prompts": ["{model} {name}"]}}
+    finished = done.run("validate", work=tmp_path, config=done.edited(changes))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    report = json.loads((tmp_path / "results" / "validate" / "tiny" / "source" / "fidelity.json").read_text())
+    assert report["samples"][0]["prompt"] == "{model} {name}"
+
+
 # Bad input
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from otf_llm.conversion import Recipe
 from otf_llm.files import sha256, write_json
 from otf_llm.streaming import save_tensors
 
+logger = logging.getLogger(__name__)
+
 EXPECTED_SIDE_FILES = ("generation_config.json", "tokenizer_config.json")
 
 
@@ -32,9 +35,13 @@ def merge(
         shards: output shard file names in order; reports: what ``convert_shard`` returned for each.
         source: the source manifest; its digest and family go into this one.
 
-    Raises ValueError naming a shard whose bytes are not those that were converted.
+    Files of an earlier conversion that are not part of this one are removed.
+
+    Raises ValueError naming a shard whose bytes are not those that were converted, or that another recipe made.
     """
     for shard, report in zip(shards, reports, strict=True):
+        if report["recipe"] != recipe.digest:
+            raise ValueError(f"{folder / shard} was converted with other settings; remove it to have it made again")
         if sha256(folder / shard) != report["sha256"]:
             raise ValueError(f"{folder / shard} has changed since it was converted; remove it to have it made again")
     rows = [row | {"shard": shard} for shard, report in zip(shards, reports, strict=True) for row in report["tensors"]]
@@ -51,6 +58,7 @@ def merge(
     index = {"metadata": {"total_size": tensor_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / INDEX_FILE, index)
     names = [*weight_files, INDEX_FILE, "config.json", *_side_files(checkpoint)]
+    _remove_others(folder, {*names, *shards, MANIFEST_FILE})
     manifest = {
         "format_version": FORMAT_VERSION,
         "source": {"digest": source["digest"], "family": source["family"], "architecture": source["architecture"]},
@@ -109,9 +117,18 @@ def _config_changes(checkpoint: Checkpoint, recipe: Recipe, rows: list[dict], ta
 
 
 def _side_files(checkpoint: Checkpoint) -> list[str]:
-    return [name for name in checkpoint.side_files() if name != "config.json"]
+    """The source's side files that are carried: all but config.json, which changes, and the names of our own."""
+    return [name for name in checkpoint.side_files() if name not in ("config.json", MANIFEST_FILE)]
+
+
+def _remove_others(folder: Path, names: set[str]) -> None:
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in names and not path.name.startswith("."):
+            logger.warning("%s is not part of this conversion and is removed", path)
+            path.unlink()
 
 
 def _copy_side_files(checkpoint: Checkpoint, folder: Path) -> None:
     for name in _side_files(checkpoint):
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(checkpoint.folder / name, folder / name)

@@ -38,4 +38,7 @@ def verify_files(folder: Path) -> None:
         if not (Path(folder) / entry["name"]).exists() or sha256(Path(folder) / entry["name"]) != entry["sha256"]
     ]
     if wrong:
-        raise ValueError(f"{folder}: files missing or changed since conversion: {', '.join(wrong)}")
+        raise ValueError(
+            f"{folder}: files missing or changed since conversion: {', '.join(wrong)}; "
+            f"remove its {MANIFEST_FILE} to have them made again"
+        )

@@ -7,6 +7,8 @@ axis is folded its rows or columns are reordered, nothing else.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +44,8 @@ FP16_LARGEST = torch.finfo(torch.float16).max
 class Recipe:
     """Everything that decides a conversion besides the weights.
 
-    ``permutation`` and ``statistics`` may be None only for schemes that quantise no linear.
+    ``permutation`` and ``statistics`` may be None only for schemes that quantise no linear. ``digest`` tells recipes
+    apart: shards of different ones are never put together.
     """
 
     family: Family
@@ -50,6 +53,7 @@ class Recipe:
     scheme: SchemeSettings
     permutation: Permutation | None
     statistics: dict[str, ActivationStatistics] | None
+    digest: str = ""
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, scheme: SchemeSettings, calibrated: list[Path]) -> Recipe:
@@ -63,7 +67,9 @@ class Recipe:
         permutation = statistics = None
         if scheme.needs_calibration:
             permutation, statistics = Permutation.load(calibrated[0]), load_statistics(calibrated[1])
-        recipe = cls(family, geometry, scheme, permutation, statistics)
+        inputs = [json.dumps(scheme.to_dict(), sort_keys=True), *(sha256(path) for path in calibrated)]
+        digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
+        recipe = cls(family, geometry, scheme, permutation, statistics, digest)
         scheme.head_for(geometry.tied)
         check_foldable(recipe, unknown_tensors(family, checkpoint.tensors))
         return recipe
@@ -90,9 +96,9 @@ def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destinatio
     """Convert the tensors of one source shard into the safetensors file ``destination``.
 
     Returns:
-        ``sha256`` of the written file, and under ``tensors`` one row per output group: ``tensor`` (source), ``module``,
-        ``action`` (int4, int8, copied, reordered, dropped), ``outputs`` (name → bytes), and for quantised ones
-        ``relative_error``: Σ h(w-ŵ)² / Σ h w², with h = E[x²] for linears and 1 for the embedding.
+        ``sha256`` of the written file, the recipe's digest, and under ``tensors`` one row per output group: ``tensor``
+        (source), ``module``, ``action`` (int4, int8, copied, reordered, dropped), ``outputs`` (name → bytes), and for
+        quantised ones ``relative_error``: Σ h(w-ŵ)² / Σ h w², h = E[x²] for linears and 1 for the embedding.
 
     Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path when a write
     fails.
@@ -116,7 +122,7 @@ def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destinatio
             outputs = {spec.name: spec.size_bytes for spec in job.specs}
             rows.append({"tensor": info.name, "source_bytes": info.size_bytes, **row, "outputs": outputs})
             bar.update(info.size_bytes)
-    return {"sha256": sha256(destination), "tensors": rows}
+    return {"sha256": sha256(destination), "recipe": recipe.digest, "tensors": rows}
 
 
 def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe) -> list[_Job]:

@@ -73,7 +73,8 @@ class Family:
     """One row of the family table.
 
     ``norms`` are the per-layer vectors over the residual axis, ``head_norms`` vectors over a head's dimensions (never
-    permuted), ``tied_by_default`` what an absent ``tie_word_embeddings`` means in that family's configuration class.
+    permuted), ``tied_by_default`` what an absent ``tie_word_embeddings`` means in that family's configuration
+    class, ``defaults`` what other absent sizes are there.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Family:
     norms: tuple[str, ...] = PRE_NORMS
     head_norms: tuple[str, ...] = ()
     tied_by_default: bool = False
+    defaults: tuple[tuple[str, int], ...] = ()
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -99,15 +101,21 @@ class Family:
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM"),
-    Family("mistral", "MistralForCausalLM"),
-    Family("qwen2", "Qwen2ForCausalLM"),
-    Family("qwen3", "Qwen3ForCausalLM", head_norms=HEAD_NORMS),
+    Family("mistral", "MistralForCausalLM", defaults=(("num_key_value_heads", 8),)),
+    Family("qwen2", "Qwen2ForCausalLM", defaults=(("num_key_value_heads", 32),)),
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        head_norms=HEAD_NORMS,
+        defaults=(("num_key_value_heads", 32), ("head_dim", 128)),
+    ),
     Family(
         "gemma3",
         "Gemma3ForCausalLM",
         norms=(*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         head_norms=HEAD_NORMS,
         tied_by_default=True,
+        defaults=(("num_key_value_heads", 4), ("head_dim", 256)),
     ),
 )
 
@@ -142,6 +150,7 @@ class Geometry:
     @classmethod
     def of(cls, config: dict, family: Family) -> Geometry:
         """Read the sizes; raises ValueError naming a missing key or head counts that do not divide."""
+        config = dict(family.defaults) | config
         needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         optional = [key for key in ("head_dim", "num_key_value_heads") if config.get(key) is not None]
         for key in (*needed, *optional):

@@ -159,12 +159,8 @@ def bind_permutation(model: nn.Module, config) -> None:
 
 
 def expected_tensors(model: nn.Module) -> set[str]:
-    """Names that a checkpoint must hold for the packed modules of ``model``, the permutation table included."""
-    names = {PERMUTATION_TABLE} if hasattr(model, PERMUTATION_TABLE) else set()
-    for name, module in model.named_modules():
-        if isinstance(module, Int4Linear | Int8Embedding):
-            names |= {f"{name}.{key}" for key in module.state_dict()}
-    return names
+    """Names that an artifact must hold for ``model``: everything that it stores but what is tied to something else."""
+    return set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", {}))
 
 
 def packed_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:

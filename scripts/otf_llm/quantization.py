@@ -11,6 +11,7 @@ import torch
 INT4_MAX = 7
 INT8_MAX = 127
 SCALE_DTYPE = torch.float16
+SMALLEST_SCALE = 2.0**-24  # FP16's smallest positive number
 SEARCH_RATIOS = 20  # candidate scales per group, as fractions of absmax / 7 …
 SEARCH_LOWEST = 0.62  # … from here to 1; below it clipping always cost more on the models tried
 SEARCH_REFINEMENTS = 2  # rounds of least squares for the scale at fixed codes, then new codes
@@ -62,8 +63,8 @@ def _grouped(matrix: torch.Tensor, groups: int, width: int) -> torch.Tensor:
 
 
 def _stored(scale: torch.Tensor) -> torch.Tensor:
-    """The scale as FP16 will hold it, in float32."""
-    stored = scale.to(SCALE_DTYPE).float()
+    """The scale as FP16 will hold it, in float32; one that FP16 would round to zero becomes its smallest number."""
+    stored = torch.where(scale > 0, scale.clamp_min(SMALLEST_SCALE), scale).to(SCALE_DTYPE).float()
     if not torch.isfinite(stored).all():
         largest = scale.max().item()
         raise ValueError(f"a scale of {largest:.4g} exceeds FP16's largest value, 65504")

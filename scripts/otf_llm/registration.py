@@ -85,7 +85,7 @@ class OtfQuantizer(HfQuantizer):
 
 
 def _check_stored(expected: set[str], checkpoint_files: list[str] | None) -> None:
-    """Raises ValueError naming packed tensors that no file holds: transformers would leave them uninitialised."""
+    """Raises ValueError naming tensors that no file holds: transformers would initialise them at random."""
     from safetensors import safe_open
 
     stored: set[str] = set()
@@ -96,4 +96,4 @@ def _check_stored(expected: set[str], checkpoint_files: list[str] | None) -> Non
     bare = {name.partition(".")[2] for name in stored}
     missing = sorted(expected - stored - bare)
     if checkpoint_files and missing:
-        raise ValueError(f"the artifact lacks {len(missing)} packed tensors: {', '.join(missing[:5])}")
+        raise ValueError(f"the artifact lacks {len(missing)} tensors: {', '.join(missing[:5])}")

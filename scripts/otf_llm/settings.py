@@ -110,6 +110,8 @@ class SchemeSettings:
         """
         if self.lm_head == "tied" and not tied:
             raise ValueError("lm_head: tied, but the source model's head is not tied to its embedding")
+        if tied and self.lm_head == "keep" and self.embedding == "keep":
+            return "tied"  # both keep the one matrix that they share
         if self.lm_head != "auto":
             return self.lm_head
         return "tied" if tied else ("int4" if self.weights == "int4" else "keep")

@@ -20,6 +20,8 @@ NUMBERED_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer headers
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
 
+TEMPLATE_FOLDER = "additional_chat_templates"  # the one subfolder that transformers reads a tokenizer from
+
 
 def layout(folder: Path) -> tuple[dict[str, str] | None, tuple[str, ...]]:
     """The folder's weight map (None for a single file) and the names of its shards in order, all of which are on disk.
@@ -62,8 +64,9 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def side_files(folder: Path) -> list[str]:
-    """Sorted names of the folder's own files that are not weights: config, tokenizer, templates, licence, code."""
-    names = (path.name for path in Path(folder).iterdir() if path.is_file())
+    """Sorted names of the folder's files that are not weights: config, tokenizer, chat templates, licence, code."""
+    names = [path.name for path in Path(folder).iterdir() if path.is_file()]
+    names += [f"{TEMPLATE_FOLDER}/{path.name}" for path in (Path(folder) / TEMPLATE_FOLDER).glob("*.jinja")]
     return sorted(name for name in names if not name.startswith(".") and not name.lower().endswith(WEIGHT_SUFFIXES))
 
 

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -28,7 +27,17 @@ GGUF_MAGIC = b"GGUF"
 HUB_PREFIX = "hub:"
 
 # Files of a hub repository besides its weights; repositories also hold other formats and demo media.
-HUB_SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "LICENSE*", "NOTICE*")
+HUB_SIDE_FILES = (
+    "*.json",
+    "*.txt",
+    "*.model",
+    "*.jinja",
+    "additional_chat_templates/*.jinja",
+    "*.py",
+    "*.md",
+    "LICENSE*",
+    "NOTICE*",
+)
 
 WHOLE_FILE_BYTES = 1 << 20  # files below are fingerprinted by all their bytes
 GGUF_START_BYTES = 1 << 16  # metadata comes first in a GGUF file
@@ -117,24 +126,13 @@ def fingerprint(source: Source) -> str:
             index = [] if weight_map is None else [INDEX_NAME]
             for name in sorted([*shards, *index, *side_files(path)]):
                 digest.update(f"\0{name}\0".encode())
-                _sample(digest, path / name)
+                add_sample(digest, path / name)
         case GgufSource(path):
-            _sample(digest, path)
+            add_sample(digest, path)
         case HubSource(repo, revision):
             digest.update(f"\0{repo}@{revision}".encode())
         case WheelSource(requirement, sha256, file):
             digest.update(f"\0{requirement}\0{sha256}\0{file}".encode())
-    return digest.hexdigest()[:16]
-
-
-def fingerprint_files(paths: Iterable[str | Path]) -> str:
-    """16 hex digits for files and folders (every file below them), made as `fingerprint` makes a folder's."""
-    digest = hashlib.sha256()
-    for path in map(Path, paths):
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                digest.update(f"\0{file.relative_to(path) if file != path else file.name}\0".encode())
-                _sample(digest, file)
     return digest.hexdigest()[:16]
 
 
@@ -208,12 +206,12 @@ def refuse_other_than_gguf(path: Path) -> None:
         raise ValueError(f"{path}: neither a folder nor a GGUF file: it starts with {start[:4]!r}, not {GGUF_MAGIC!r}")
 
 
-def _sample(digest, path: Path) -> None:
-    """Add a file's size and bytes to a digest: all of a small file, else its start and blocks spread over it."""
+def add_sample(digest, path: Path, whole_bytes: int = WHOLE_FILE_BYTES) -> None:
+    """Add a file's size and bytes to a digest: all below ``whole_bytes``, else its start and blocks spread over it."""
     size = path.stat().st_size
     digest.update(size.to_bytes(8, "little"))
     with open(path, "rb") as file:
-        if size < WHOLE_FILE_BYTES:
+        if size < whole_bytes:
             digest.update(file.read())
             return
         start = GGUF_START_BYTES

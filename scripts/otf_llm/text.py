@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import gzip
+import hashlib
 import itertools
 import json
 import logging
@@ -12,6 +13,8 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+
+from otf_llm.sources import add_sample
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +28,7 @@ _BUILDERS = {
     ".jsonl.gz": "json",
     ".parquet": "parquet",
 }
+WHOLE_TEXT_BYTES = 1 << 26  # texts below are fingerprinted by all their bytes
 _SUPPORTED = ", ".join(_BUILDERS)
 _GZIP_MAGIC = b"\x1f\x8b"
 _WIDE_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)  # UTF-32 LE starts like UTF-16 LE
@@ -49,7 +53,7 @@ def load_texts(paths: Sequence[Path], *, column: str = "text", errors: str = "st
     """
     if errors not in ("strict", "replace"):
         raise ValueError(f'errors must be "strict" or "replace", got {errors!r}')
-    files = [file for path in paths for file in _list_files(Path(path))]
+    files = [file for path in paths for file in list_files(Path(path))]
     texts = []
     with tempfile.TemporaryDirectory(prefix="otf-text-") as scratch:
         for builder, group in itertools.groupby(enumerate(files), key=lambda numbered: _builder(numbered[1])):
@@ -106,14 +110,33 @@ def _builder(path: Path) -> str | None:
     return next((builder for suffix, builder in _BUILDERS.items() if name.endswith(suffix)), None)
 
 
-def _list_files(path: Path) -> list[Path]:
+def fingerprint_texts(paths: Sequence[str | Path]) -> str:
+    """16 hex digits for the text files at ``paths`` (see `list_files`): names and content, sampled above 64 MiB.
+
+    Raises ValueError where a path holds no text.
+    """
+    digest = hashlib.sha256()
+    for path in map(Path, paths):
+        for file in list_files(path):
+            digest.update(f"\0{file.relative_to(path) if file != path else file.name}\0".encode())
+            add_sample(digest, file, WHOLE_TEXT_BYTES)
+    return digest.hexdigest()[:16]
+
+
+def list_files(path: Path) -> list[Path]:
+    """The text files that ``path`` stands for: itself, or those of supported kinds below it, hidden ones left out.
+
+    Raises ValueError where there is none.
+    """
     if not path.exists():
         raise ValueError(f"text file or folder {path} does not exist")
     if not path.is_dir():
         if _builder(path) is None:
             raise ValueError(f"{path} is of no supported kind ({_SUPPORTED})")
         return [path]
-    found = sorted((file for file in path.rglob("*") if file.is_file()), key=lambda f: f.relative_to(path).as_posix())
+    below = [(file.relative_to(path), file) for file in path.rglob("*") if file.is_file()]
+    visible = [(name, file) for name, file in below if not any(part.startswith(".") for part in name.parts)]
+    found = [file for name, file in sorted(visible, key=lambda pair: pair[0].as_posix())]
     for file in found:
         if _builder(file) is None:
             _log.info("%s is ignored: its kind is not one of %s", file, _SUPPORTED)
@@ -177,6 +200,8 @@ def _json_rows(file: Path, text: str, column: str) -> list[str]:
         except json.JSONDecodeError as error:
             problem = "holds more than one JSON value" if error.msg == "Extra data" else f"is not JSON ({error.msg})"
             raise ValueError(f"{where} {problem}, at character {error.pos + 1}: need one object per line") from error
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, nesting without end
+            raise ValueError(f"{where} is not readable JSON: {error}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{where} holds a {type(row).__name__}: need one object per line")
         if column not in row:
