@@ -112,10 +112,11 @@ def _load_states(reference: Path, windows: list[torch.Tensor]) -> list[torch.Ten
 
 def _score(windows, source_states, states, heads, softcap, description) -> Fidelity:
     """Score hidden states [T, H] per window against the source's; ``heads`` are the source's and the model's."""
+    device = heads[0].weight.device
     nll = kld = 0.0
     agreed = positions = scored = 0
     for window, source_hidden, hidden in zip(windows, source_states, states, strict=True):
-        source_hidden = source_hidden.to(hidden.device, hidden.dtype)
+        source_hidden, hidden = source_hidden.to(device, hidden.dtype), hidden.to(device)
         block = max(1, LOGITS_ELEMENTS // heads[0].weight.shape[0])
         for start in range(0, len(window), block):
             rows = slice(start, start + block)
