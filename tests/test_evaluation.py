@@ -345,3 +345,21 @@ def test_a_model_whose_logits_are_not_finite_leaves_no_result(tmp_path, windows)
     with pytest.raises(ValueError, match="source: logits hold NaN or Inf"):
         run_source(source, windows, tmp_path)
     assert not (tmp_path / "source-result.json").exists()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_both_stages_on_a_gpu(tmp_path, windows):
+    """States are kept on the host and heads live on the GPU; the kernels give what the references give."""
+    source = save_checkpoint(tmp_path / "source", build_model(tie_word_embeddings=True))
+    convert(source, tmp_path / "out", SchemeSettings())
+    results = {}
+    for device in ("cpu", "cuda"):
+        run_source(source, windows, tmp_path, device=device)
+        places = {"states": tmp_path / "states.safetensors", "destination": tmp_path / "result.json"}
+        evaluate_scheme(
+            tmp_path / "out", source, tmp_path / "source.json", windows, settings("int4", device=device), **places
+        )
+        results[device] = json.loads((tmp_path / "result.json").read_text())
+    assert results["cuda"]["backend"] == "triton-cuda"
+    for measure in ("perplexity", "kld"):
+        assert results["cuda"]["fidelity"][measure] == pytest.approx(results["cpu"]["fidelity"][measure], rel=1e-3)
