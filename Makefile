@@ -6,7 +6,7 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 BIN := .venv/bin
 
-.PHONY: run test format clean
+.PHONY: run test format
 
 run: .venv/.installed
 	$(BIN)/snakemake --cores 1
@@ -29,6 +29,3 @@ format: .venv/.installed
 	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_FLAGS) -r envs/requirements.lock
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
-
-clean:
-	rm -rf .venv .snakemake results/[!pR]*
