@@ -49,6 +49,8 @@ except (ValueError, OSError) as error:
 
 # A run that was killed is finished by starting it again: its stale locks go, and what it left incomplete is made anew.
 CLAIM = claim_directory(Path.cwd())
+if CLAIM is None and workflow.is_main_process:
+    print("Another run is working in this directory; until it ends, a second one cannot.", file=sys.stderr)
 
 PERMUTATIONS = sorted({s.permutation.slug for s in CONFIG.schemes.values() if s.needs_calibration})
 WHEELS = {requirement.replace("==", "-"): requirement for requirement in CONFIG.wheels()}

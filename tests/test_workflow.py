@@ -405,7 +405,8 @@ def test_a_second_run_beside_a_living_one_is_refused(done, tmp_path):
             time.sleep(0.1)
         second = done.run(work=tmp_path)
         assert second.returncode != 0
-        assert "cannot be locked" in second.stdout + second.stderr
+        assert "Another run is working in this directory" in second.stdout + second.stderr
+        assert list((tmp_path / ".snakemake" / "locks").glob("*.lock")), "the living run keeps its locks"
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.wait()
