@@ -20,7 +20,7 @@ os.environ.update(PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
 from otf_llm.recovery import claim_directory
-from otf_llm.text import fingerprint_texts
+from otf_llm.text import fingerprint_texts, hub_dataset_commit
 from otf_llm.sources import (
     GgufSource,
     WheelSource,
@@ -38,12 +38,23 @@ def described(text):
     return text and asdict(text) | {"fingerprint": fingerprint_texts(text.paths)}
 
 
+def refuse_unreachable_datasets():
+    """Raises ValueError or OSError if a hub dataset cannot be had that tokens still have to be made of."""
+    parts = ("calibration", "evaluation")
+    tokens = [Path(f"results/tokenize/{model}/{part}.safetensors") for model in CONFIG.models for part in parts]
+    if workflow.is_main_process and not all(path.exists() for path in tokens):
+        for name, revision in sorted({(text["dataset"], text["revision"]) for text in TEXTS.values() if text}, key=str):
+            if name:
+                hub_dataset_commit(name, revision)
+
+
 try:
     # Relative paths start from the folder of the user's configuration file, the last one's if there are several.
     CONFIG = load_config(DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd())
     SOURCE_SHARDS = {model: shard_names(source) for model, source in CONFIG.models.items()}
     FINGERPRINTS = {model: fingerprint(source) for model, source in CONFIG.models.items()}
     TEXTS = {"calibration": described(CONFIG.calibration), "evaluation": described(CONFIG.evaluation)}
+    refuse_unreachable_datasets()
 except (ValueError, OSError) as error:
     raise WorkflowError(str(error)) from None
 

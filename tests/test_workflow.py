@@ -20,6 +20,7 @@ from imports import EVERY_STAGE, REPOSITORY, closure
 from tiny import build_model, byte_tokenizer, save_checkpoint
 
 NOTHING = "Nothing to be done"
+HUB_TEXT = {"dataset": "org/name", "split": "train", "revision": "0" * 40}
 COLUMNS = [
     "model",
     "scheme",
@@ -66,6 +67,13 @@ class Workspace:
     def run(self, *arguments, **places) -> subprocess.CompletedProcess:
         command = self.command(*arguments, **places)
         return subprocess.run(command, capture_output=True, text=True, cwd=self.inputs, env=environment())
+
+    def start(self, **places) -> subprocess.Popen:
+        """A run in the background, the head of its own process group."""
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return subprocess.Popen(
+            self.command(**places), cwd=self.inputs, env=environment(), start_new_session=True, **silent
+        )
 
     def planned(self, *arguments, **places) -> set[str]:
         """Rules that a dry run would execute."""
@@ -352,14 +360,7 @@ def test_kills_leave_a_run_that_finishes_with_the_same_bytes(done, tmp_path):
     configurations = [path.read_bytes() for path in (done.config, done.repository / "config.yaml")]
     moments = random.Random(1)
     for _ in range(8):
-        process = subprocess.Popen(
-            done.command(work=tmp_path),
-            cwd=done.inputs,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = done.start(work=tmp_path)
         try:
             process.wait(moments.uniform(3, 9))
         except subprocess.TimeoutExpired:
@@ -390,14 +391,7 @@ def test_a_shard_that_was_spoilt_after_conversion_is_noticed(done, tmp_path):
 
 
 def test_a_second_run_beside_a_living_one_is_refused(done, tmp_path):
-    first = subprocess.Popen(
-        done.command(work=tmp_path),
-        cwd=done.inputs,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    first = done.start(work=tmp_path)
     try:
         deadline = time.monotonic() + 60
         while not list((tmp_path / ".snakemake" / "locks").glob("*.lock")):
@@ -446,6 +440,7 @@ def refused(workspace, tmp_path, changes=None, *arguments) -> str:
         ({"models": {"tiny": {"source": "org/name"}}}, "needs the 40 hex digits of a commit"),
         ({"models": {"tiny": {"source": "org/name", "revision": "0" * 40}}}, "org/name"),
         ({"text": "./nowhere.txt"}, "config: text: no such file or folder"),
+        ({"text": {"calibration": HUB_TEXT}}, "cannot load the dataset org/name from the hub: HF_HUB_OFFLINE is set"),
     ],
 )
 def test_a_bad_configuration_is_one_message_and_nothing_written(done, tmp_path, changes, message):

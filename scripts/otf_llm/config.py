@@ -160,6 +160,12 @@ def _explain(error) -> str:
         return f"unknown key {', '.join(map(repr, unknown))}; known: {', '.join(known)}"
     if error.validator == "pattern" and error.validator_value == f"^{CHANNEL}$":
         return f"{error.instance!r} is neither {CHANNEL!r} nor a multiple of 16"
+    if error.validator == "dependentRequired":
+        given = error.instance.keys()
+        for key, needed in error.validator_value.items():
+            missing = [name for name in needed if name not in given]
+            if key in given and missing:
+                return f"{key} needs {' and '.join(missing)} beside it"
     return error.message
 
 

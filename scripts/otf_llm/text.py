@@ -80,10 +80,7 @@ def load_hub_dataset(
     Raises OSError at once if HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set or the hub cannot be reached; ValueError if
     the dataset, revision, configuration, split or column does not exist, or a value is no string.
     """
-    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
-        if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
-            raise OSError(f"cannot load the dataset {name} from the hub: {variable} is set (use text files instead)")
-    commit = _resolve_commit(name, revision)
+    commit = hub_dataset_commit(name, revision)
     _log.info("dataset %s: commit %s", name, commit)
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
@@ -102,6 +99,33 @@ def load_hub_dataset(
     for row, text in enumerate(texts):
         _require_string(text, f"dataset {name} row {row} column {column!r}")
     return texts
+
+
+def hub_dataset_commit(name: str, revision: str | None = None) -> str:
+    """The commit that `revision` of a dataset on the hub stands for: one request, nothing downloaded.
+
+    Raises what `load_hub_dataset` does for a dataset or revision that cannot be had.
+    """
+    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        if os.environ.get(variable, "").upper() in ("1", "ON", "YES", "TRUE"):
+            raise OSError(f"cannot load the dataset {name} from the hub: {variable} is set (use text files instead)")
+    from huggingface_hub import HfApi
+
+    # HTTPError is the base class of the hub's HTTP library, which differs between its versions.
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
+
+    try:
+        return HfApi().dataset_info(name, revision=revision, timeout=10).sha
+    except HFValidationError as error:
+        raise ValueError(f"{name!r} is no name of a dataset on the hub: {error}") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status in (401, 403, 404):
+            where = f" at revision {revision}" if revision else ""
+            raise ValueError(f"the hub has no dataset {name}{where} that can be read (HTTP {status})") from error
+        raise OSError(f"cannot load the dataset {name}: the hub answers HTTP {status}") from error
+    except (HTTPError, OSError) as error:
+        raise OSError(f"cannot load the dataset {name}: the hub cannot be reached ({error})") from error
 
 
 def _builder(path: Path) -> str | None:
@@ -252,23 +276,3 @@ def _load_copies(builder: str, copies: list[str], column: str, cache: str) -> li
     if builder == "parquet":
         return list(dataset[column])
     return [text.removeprefix(_GUARD) for text in dataset["text"]]
-
-
-def _resolve_commit(name: str, revision: str | None) -> str:
-    from huggingface_hub import HfApi
-
-    # HTTPError is the base class of the hub's HTTP library, which differs between its versions.
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError
-
-    try:
-        return HfApi().dataset_info(name, revision=revision, timeout=10).sha
-    except HFValidationError as error:
-        raise ValueError(f"{name!r} is no name of a dataset on the hub: {error}") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403, 404):
-            where = f" at revision {revision}" if revision else ""
-            raise ValueError(f"the hub has no dataset {name}{where} that can be read (HTTP {status})") from error
-        raise OSError(f"cannot load the dataset {name}: the hub answers HTTP {status}") from error
-    except (HTTPError, OSError) as error:
-        raise OSError(f"cannot load the dataset {name}: the hub cannot be reached ({error})") from error
