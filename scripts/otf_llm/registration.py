@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -81,7 +82,19 @@ class OtfQuantizer(HfQuantizer):
         from otf_llm.modules import bind_permutation
 
         bind_permutation(model, self.quantization_config)
+        _cast_parameters(model, model.config.dtype)
         return model
+
+
+def _cast_parameters(model, dtype) -> None:
+    """Give parameters, which are what is not packed, the dtype that was asked for.
+
+    transformers 5.17 keeps the stored dtype of every tensor that it renames, as it does for a bare decoder.
+    """
+    plan = model._get_dtype_plan(dtype)
+    for name, parameter in model.named_parameters():
+        wanted = next((kept for pattern, kept in plan.items() if re.search(pattern, name)), dtype)
+        parameter.data = parameter.data.to(wanted)
 
 
 def _check_stored(expected: set[str], checkpoint_files: list[str] | None) -> None:
