@@ -15,12 +15,15 @@ REPOSITORY = Path(workflow.basedir)
 # Jobs use this checkout's library, whose modules are their declared inputs, whatever else may be installed.
 LIBRARY = [str(REPOSITORY / "scripts"), str(REPOSITORY / "kernels")]
 sys.path[:0] = LIBRARY
+# Threads that spin while they wait make a busy machine slower by an order of magnitude.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.update(PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", "")]).rstrip(os.pathsep))
 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
 from otf_llm.recovery import claim_directory
-from otf_llm.text import fingerprint_texts, hub_dataset_commit
+from otf_llm.files import stored_metadata
+from otf_llm.text import fingerprint_texts, hub_dataset_commit, hub_origin
 from otf_llm.sources import (
     GgufSource,
     WheelSource,
@@ -40,12 +43,12 @@ def described(text):
 
 def refuse_unreachable_datasets():
     """Raises ValueError or OSError if a hub dataset cannot be had that tokens still have to be made of."""
-    parts = ("calibration", "evaluation")
-    tokens = [Path(f"results/tokenize/{model}/{part}.safetensors") for model in CONFIG.models for part in parts]
-    if workflow.is_main_process and not all(path.exists() for path in tokens):
-        for name, revision in sorted({(text["dataset"], text["revision"]) for text in TEXTS.values() if text}, key=str):
-            if name:
-                hub_dataset_commit(name, revision)
+    if not workflow.is_main_process:
+        return
+    for part, text in TEXTS.items():
+        tokens = [Path(f"results/tokenize/{model}/{part}.safetensors") for model in CONFIG.models]
+        if text and text["dataset"] and any(stored_metadata(path).get("hub") != hub_origin(text) for path in tokens):
+            hub_dataset_commit(text["dataset"], text["revision"])
 
 
 try:

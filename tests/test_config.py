@@ -77,7 +77,7 @@ WRONG_VALUES = {
         "plots.colors.5",
         "'red' does not match '^#[0-9a-fA-F]{6}$'",
     ),
-    "colors": ({"plots": {"colors": ["#ffffff"]}}, "plots.colors", "is too short"),
+    "colors": ({"plots": {"colors": ["#ffffff"]}}, "plots.colors", "6 are needed, 1 are given"),
     "empty-prompt": ({"validate": {"prompts": [""]}}, "validate.prompts.0", "'' should be non-empty"),
 }
 

@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from otf_llm.files import atomic_folder, atomic_path, parse_json_object, sha256, write_json
+from otf_llm.files import atomic_folder, atomic_path, parse_json_object, sha256, stored_metadata, write_json
+from otf_llm.streaming import save_tensors
 
 
 def test_write_json_is_deterministic_and_leaves_one_file(tmp_path):
@@ -125,3 +127,11 @@ def test_the_partial_file_of_a_living_process_is_left_alone(tmp_path):
         partial.write_text("mine")
     assert other.exists()
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_stored_metadata_needs_no_torch_and_no_sound_file(tmp_path):
+    save_tensors(tmp_path / "x.safetensors", {"w": torch.zeros(2)}, {"hub": "org/name", "n": 3})
+    assert stored_metadata(tmp_path / "x.safetensors") == {"hub": "org/name", "n": 3}
+    (tmp_path / "bad").write_bytes(b"\xff" * 20)
+    (tmp_path / "short").write_bytes(b"\x00")
+    assert [stored_metadata(tmp_path / name) for name in ("bad", "short", "absent")] == [{}, {}, {}]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,6 +167,8 @@ def _explain(error) -> str:
             missing = [name for name in needed if name not in given]
             if key in given and missing:
                 return f"{key} needs {' and '.join(missing)} beside it"
+    if error.validator == "minItems" and isinstance(error.instance, list) and error.validator_value > 1:
+        return f"{error.validator_value} are needed, {len(error.instance)} are given"
     return error.message
 
 
@@ -230,7 +233,7 @@ def _text(path: str, value, base: Path) -> TextSource:
 
 
 def _existing(key: str, value: str, base: Path) -> Path:
-    path = (base / Path(value).expanduser()).absolute()
+    path = Path(os.path.abspath(base / Path(value).expanduser()))
     if not path.exists():
         raise _error(key, f"no such file or folder: {path}")
     return path

@@ -113,6 +113,16 @@ def parse_json_object(text: bytes, where: str) -> dict:
     return value
 
 
+def stored_metadata(path: Path) -> dict:
+    """The metadata value that `streaming.save_tensors` left in a file, read without torch; {} where there is none."""
+    try:
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return json.loads(header["__metadata__"]["otf"])
+    except (OSError, ValueError, KeyError, OverflowError, MemoryError):
+        return {}
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict:
     found: dict[str, object] = {}
     for key, value in pairs:

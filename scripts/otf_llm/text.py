@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from otf_llm.sources import add_sample
@@ -99,6 +99,12 @@ def load_hub_dataset(
     for row, text in enumerate(texts):
         _require_string(text, f"dataset {name} row {row} column {column!r}")
     return texts
+
+
+def hub_origin(text: Mapping) -> str | None:
+    """What of the hub a text is (fields of ``config.TextSource``), as one string; None for any other text."""
+    fields = ("dataset", "config", "split", "revision", "column")
+    return " ".join(str(text[field]) for field in fields) if text["dataset"] else None
 
 
 def hub_dataset_commit(name: str, revision: str | None = None) -> str:

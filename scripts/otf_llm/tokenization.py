@@ -6,7 +6,7 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-from otf_llm.text import load_hub_dataset, load_texts
+from otf_llm.text import hub_origin, load_hub_dataset, load_texts
 from otf_llm.tokens import calibration_tokens, evaluation_tokens, save_tokens, split_single_text
 from otf_llm.wheels import extract
 
@@ -61,7 +61,8 @@ def tokenize_texts(
         )
     for path, tokens, text in ((calibration, sequences, first), (evaluation, windows, second or first)):
         digest = hashlib.sha256(tokens.ids.numpy().tobytes()).hexdigest()
-        save_tokens(path, tokens, {"text": _label(text), "sha256": digest})
+        origin = hub_origin(text)
+        save_tokens(path, tokens, {"text": _label(text), "sha256": digest} | ({"hub": origin} if origin else {}))
 
 
 def _documents(text: dict, wheels: list[Path], errors: str) -> list[str]:
