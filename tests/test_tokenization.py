@@ -9,6 +9,7 @@ import torch
 
 from otf_llm import tokenization
 from otf_llm.config import TextSource
+from otf_llm.text import hub_origin
 from otf_llm.tokenization import tokenize_texts
 from otf_llm.tokens import load_tokens
 from tiny import BOS, byte_tokenizer
@@ -170,6 +171,7 @@ def test_a_dataset_is_asked_for_exactly(tokenize, monkeypatch):
     (_, metadata), (windows, _) = tokenize(hub)
     assert asked == [("org/name", {"config": "raw", "split": "test", "revision": "c" * 40, "column": "body"})]
     assert metadata["text"] == "org/name"
+    assert metadata["hub"] == hub_origin(asdict(hub)) == f"org/name raw test {'c' * 40} body"
     assert windows[0] == LETTERS[:10].encode()
 
 
