@@ -15,6 +15,7 @@ rule collect_activations:
         tokens="results/tokenize/{model}/calibration.safetensors",
         code=code(
             "artifact_format",
+            "blocks",
             "calibration",
             "calibration_profile",
             "checkpoint",
@@ -56,6 +57,7 @@ rule collect_second_moments:
         tokens="results/tokenize/{model}/calibration.safetensors",
         code=code(
             "artifact_format",
+            "blocks",
             "calibration",
             "calibration_profile",
             "checkpoint",

@@ -163,9 +163,14 @@ def output_shards(model):
     return [shard_name(index, total).removesuffix(".safetensors") for index in range(total)]
 
 
+def source_shards(wildcards):
+    """For every output shard the source shard that it is converted from."""
+    return dict(zip(output_shards(wildcards.model), SOURCE_SHARDS[wildcards.model]))
+
+
 def source_shard(wildcards):
     """The source shard that an output shard is converted from."""
-    return SOURCE_SHARDS[wildcards.model][output_shards(wildcards.model).index(wildcards.shard)]
+    return source_shards(wildcards)[wildcards.shard]
 
 
 def scheme_settings(wildcards):

@@ -15,6 +15,7 @@ rule convert_shard:
         checkpoint=checkpoint_folder,
         calibrated=calibrated_inputs,
         code=code(
+            "blocks",
             "calibration_profile",
             "checkpoint",
             "conversion",
@@ -43,6 +44,7 @@ rule convert_shard:
     params:
         location=checkpoint_location,
         shard=source_shard,
+        shards=source_shards,
         scheme=scheme_settings,
     message:
         "Converting {params.shard} of {wildcards.model} to {wildcards.scheme}"
@@ -60,6 +62,7 @@ rule merge_shards:
         code=code(
             "artifact",
             "artifact_format",
+            "blocks",
             "calibration_profile",
             "checkpoint",
             "conversion",

@@ -12,7 +12,15 @@ rule weight_statistics:
         manifest="results/source/{model}/manifest.json",
         checkpoint=checkpoint_folder,
         code=code(
-            "checkpoint", "families", "files", "inspection", "shards", "sources", "streaming", "weight_statistics"
+            "blocks",
+            "checkpoint",
+            "families",
+            "files",
+            "inspection",
+            "shards",
+            "sources",
+            "streaming",
+            "weight_statistics",
         ),
     output:
         "results/permute/{model}/weights.safetensors",
@@ -39,6 +47,7 @@ rule order_channels:
         activations="results/calibrate/{model}/activations.safetensors",
         weights="results/permute/{model}/weights.safetensors",
         code=code(
+            "blocks",
             "calibration_profile",
             "checkpoint",
             "families",

@@ -61,7 +61,7 @@ rule dequantize_gguf:
 rule source_manifest:
     input:
         checkpoint=checkpoint_folder,
-        code=code("checkpoint", "families", "files", "inspection", "shards", "sources", "streaming"),
+        code=code("blocks", "checkpoint", "families", "files", "inspection", "shards", "sources", "streaming"),
     output:
         "results/source/{model}/manifest.json",
     log:

@@ -8,8 +8,9 @@ from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import stage
 from otf_llm.weight_statistics import save_weight_statistics, weight_statistics
 
-with stage(log=snakemake.log[0], threads=snakemake.resources.processors):
+with stage(log=snakemake.log[0], threads=1):
     checkpoint = open_verified(locate_checkpoint(snakemake.params.location), Path(snakemake.input.manifest))
     family = find_family(checkpoint.config)
-    statistics = weight_statistics(checkpoint, family, Geometry.of(checkpoint.config, family))
+    geometry = Geometry.of(checkpoint.config, family)
+    statistics = weight_statistics(checkpoint, family, geometry, workers=snakemake.resources.processors)
     save_weight_statistics(Path(snakemake.output[0]), statistics)

@@ -1,13 +1,23 @@
+import errno
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from otf_llm.files import atomic_folder, atomic_path, parse_json_object, sha256, stored_metadata, write_json
+from otf_llm.files import (
+    atomic_folder,
+    atomic_path,
+    check_space,
+    parse_json_object,
+    sha256,
+    stored_metadata,
+    write_json,
+)
 from otf_llm.streaming import save_tensors
 
 
@@ -135,3 +145,15 @@ def test_stored_metadata_needs_no_torch_and_no_sound_file(tmp_path):
     (tmp_path / "bad").write_bytes(b"\xff" * 20)
     (tmp_path / "short").write_bytes(b"\x00")
     assert [stored_metadata(tmp_path / name) for name in ("bad", "short", "absent")] == [{}, {}, {}]
+
+
+def test_space_is_checked_against_what_is_still_to_be_written(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
+    (tmp_path / "done.bin").write_bytes(b"x" * 900)
+    assert check_space(tmp_path, {"done.bin": 900, "next.bin": 1000}) == (1000, 1000)
+    with pytest.raises(OSError, match=r"0\.0 MB are still to be written, 0\.0 MB are free") as caught:
+        check_space(tmp_path, {"next.bin": 1001})
+    assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
+    (tmp_path / ".next.bin.123.partial").write_bytes(b"x" * 5000)  # another job's file, under way
+    assert check_space(tmp_path, {"next.bin": 4000})[1] >= 5000

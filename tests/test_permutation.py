@@ -145,13 +145,15 @@ def test_permutation_survives_saving_and_is_one_table(tmp_path):
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
     assert loaded.inputs == recipe.permutation.inputs
     assert loaded.orders.keys() == recipe.permutation.orders.keys()
-    assert all(torch.equal(loaded.orders[name], order) for name, order in recipe.permutation.orders.items())
+    assert all(torch.equal(loaded.orders[name].long(), order) for name, order in recipe.permutation.orders.items())
     table, offsets = loaded.runtime_table(loaded.inputs)
     assert table.dtype == torch.int16
     for name, order in loaded.inputs.items():
         if order.runtime is not None:
             start = offsets[order.runtime]
-            assert torch.equal(table[start : start + order.in_features].long(), loaded.orders[order.runtime]), name
+            assert torch.equal(table[start : start + order.in_features].long(), loaded.orders[order.runtime].long()), (
+                name
+            )
 
 
 def test_width_scope_keeps_one_order_per_width(tmp_path):

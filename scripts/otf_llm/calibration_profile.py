@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,13 +40,22 @@ def save_statistics(path: Path, statistics: dict[str, ActivationStatistics], met
     save_tensors(path, tensors, {**metadata, COUNT: counts})
 
 
-def load_statistics(path: Path) -> dict[str, ActivationStatistics]:
-    """Read a profile; raises ValueError naming the file, or the input whose statistics are NaN, Inf or negative."""
-    tensors, metadata = load_tensors(path)
+def load_statistics(path: Path, inputs: Collection[str] | None = None) -> dict[str, ActivationStatistics]:
+    """Read a profile, or only some of its ``inputs``.
+
+    Raises ValueError naming the file, or the input whose statistics are NaN, Inf or negative.
+    """
+
+    def wanted(tensor: str) -> bool:
+        return inputs is None or tensor.rpartition(".")[0] in inputs
+
+    tensors, metadata = load_tensors(path, wanted)
     if COUNT not in metadata:
         raise ValueError(f"{path} is not a calibration profile")
     statistics = {}
     for name, count in metadata[COUNT].items():
+        if inputs is not None and name not in inputs:
+            continue
         stats = ActivationStatistics(tensors[f"{name}.{ABS_SUM}"], tensors[f"{name}.{SQUARE_SUM}"], count)
         for vector in (stats.abs_sum, stats.square_sum):
             if not torch.isfinite(vector).all() or (vector < 0).any():

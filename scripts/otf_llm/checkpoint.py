@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,6 @@ FLOAT_BITS = {
     "F32": (np.uint32, 0x7F800000, 0x007FFFFF),
     "F64": (np.uint64, 0x7FF0000000000000, 0x000FFFFFFFFFFFFF),
 }
-ROW_BLOCK_BYTES = 1 << 25  # of float32 rows, what the streaming stages hold at a time
 SCAN_BLOCK_BYTES = 1 << 24  # bounds memory while a manifest is built; a multiple of every element size
 
 
@@ -136,13 +135,6 @@ class Checkpoint:
         if read != count:
             raise ValueError(f"{self.folder / info.shard}: holds {read} of {count} bytes of {info.name}: it changed")
         return data
-
-
-def row_blocks(shape: tuple[int, ...], block_bytes: int = ROW_BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-    """(start, stop) of row blocks of a [N, K] matrix such that a float32 block stays under ``block_bytes``."""
-    rows = max(1, block_bytes // (4 * max(1, shape[1])))
-    for start in range(0, shape[0], rows):
-        yield start, min(start + rows, shape[0])
 
 
 def read_header(path: Path) -> list[TensorInfo]:

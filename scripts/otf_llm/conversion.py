@@ -1,23 +1,26 @@
 """Streamed conversion of one source shard: row blocks in, codes, scales and FP16 columns out.
 
 Each source tensor becomes one or more output tensors whose sizes follow from its shape, so the output file is laid out
-before the first weight is read and memory holds one row block. A tensor that is not quantised keeps its bytes; where an
-axis is folded its rows or columns are reordered, nothing else.
+before the first weight is read and memory holds a few row blocks. A tensor that is not quantised keeps its bytes; where
+an axis is folded its rows or columns are reordered, nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from otf_llm.blocks import BLOCK_ELEMENTS, in_order, row_blocks
 from otf_llm.calibration_profile import ActivationStatistics, load_statistics
-from otf_llm.checkpoint import Checkpoint, TensorInfo, row_blocks
+from otf_llm.checkpoint import Checkpoint, TensorInfo
 from otf_llm.families import (
     HEAD_INPUT,
     Axis,
@@ -31,13 +34,15 @@ from otf_llm.families import (
     unknown_tensors,
 )
 from otf_llm.files import sha256
-from otf_llm.packing import pack_int4
+from otf_llm.packing import pack_int4, packed_width
 from otf_llm.permutation import Permutation
-from otf_llm.quantization import SCALE_DTYPE, num_groups, quantize_int4, quantize_int8_rows
+from otf_llm.quantization import SCALE_DTYPE, dequantize_int4, num_groups, quantize_int4, quantize_int8_rows
 from otf_llm.settings import SchemeSettings
 from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
 
 FP16_LARGEST = torch.finfo(torch.float16).max
+CUDA_BLOCK_ELEMENTS = 1 << 24  # enough to fill a GPU; as float32, 64 MB
+TABLES_KEPT = 4  # blocks of neighbouring tensors are under way together
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,12 @@ class Recipe:
     digest: str = ""
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, scheme: SchemeSettings, calibrated: list[Path]) -> Recipe:
+    def load(
+        cls, checkpoint: Checkpoint, scheme: SchemeSettings, calibrated: list[Path], shards: Iterable[str] = ()
+    ) -> Recipe:
         """The recipe for a checkpoint; ``calibrated`` holds the permutation's and the profile's paths, or nothing.
+
+        Statistics are read only for what the source ``shards`` hold, so that memory does not grow with the model.
 
         Raises ValueError where the scheme does not suit the model: a head to be tied that is not, or a residual fold
         with tensors outside the family's table.
@@ -66,10 +75,12 @@ class Recipe:
         geometry = Geometry.of(checkpoint.config, family)
         permutation = statistics = None
         if scheme.needs_calibration:
-            permutation, statistics = Permutation.load(calibrated[0]), load_statistics(calibrated[1])
+            permutation, statistics = Permutation.load(calibrated[0]), {}
         inputs = [json.dumps(scheme.to_dict(), sort_keys=True), *(sha256(path) for path in calibrated)]
         digest = hashlib.sha256("\n".join(inputs).encode()).hexdigest()
         recipe = cls(family, geometry, scheme, permutation, statistics, digest)
+        if scheme.needs_calibration:
+            statistics |= load_statistics(calibrated[1], recipe.inputs_of(checkpoint, shards))
         scheme.head_for(geometry.tied)
         check_foldable(recipe, unknown_tensors(family, checkpoint.tensors))
         return recipe
@@ -83,181 +94,244 @@ class Recipe:
         """Global name of the input that a linear or the head reads."""
         return HEAD_INPUT if role.linear is None else input_name(self.family, role.layer, role.linear.reads)
 
+    def inputs_of(self, checkpoint: Checkpoint, shards: Iterable[str]) -> set[str]:
+        """Global names of the inputs that linears and the head in these source shards read."""
+        roles = {tensor_role(self.family, info.name) for shard in shards for info in checkpoint.shard_tensors(shard)}
+        readers = (Kind.LINEAR, Kind.HEAD, Kind.EMBEDDING)  # a tied head is made from the embedding
+        return {self.input_of(role) for role in roles if role.kind in readers}
+
 
 @dataclass(frozen=True)
 class _Job:
-    """One way in which a source tensor is written: its output specs and the function that streams it."""
+    """One way in which a source tensor is written.
 
+    ``specs`` are the outputs, ``row`` is the report's row without figures. ``run(writer, start, stop)`` streams the
+    source's rows [start, stop) and returns (Σ h(w-ŵ)², Σ h w²) of a quantised block, None of any other.
+    """
+
+    info: TensorInfo
     specs: list[TensorSpec]
-    run: Callable[[SafetensorsWriter], dict]
+    row: dict
+    run: Callable[[SafetensorsWriter, int, int], tuple[float, float] | None] | None
+
+    def blocks(self, num_elements: int) -> Iterator[tuple[int, int]]:
+        """The row blocks in which the source is read, one for a scalar, none where nothing is written."""
+        if not self.specs:
+            return iter(())
+        return row_blocks(self.info.shape or (1,), num_elements)
 
 
-def convert_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, destination: Path) -> dict:
+def convert_shard(
+    checkpoint: Checkpoint, shard: str, recipe: Recipe, destination: Path, *, device: str = "cpu", workers: int = 1
+) -> dict:
     """Convert the tensors of one source shard into the safetensors file ``destination``.
+
+    Args:
+        device: where blocks are quantised, ``cpu`` or ``cuda``.
+        workers: threads that each take a block at a time; the bytes written do not depend on their number.
 
     Returns:
         ``sha256`` of the written file, the recipe's digest, and under ``tensors`` one row per output group: ``tensor``
         (source), ``module``, ``action`` (int4, int8, copied, reordered, dropped), ``outputs`` (name → bytes), and for
         quantised ones ``relative_error``: Σ h(w-ŵ)² / Σ h w², h = E[x²] for linears and 1 for the embedding.
 
-    Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path when a write
-    fails.
+    Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path when the disk
+    has no room or a write fails.
     """
-    jobs: list[tuple[TensorInfo, _Job]] = []
-    for info in checkpoint.shard_tensors(shard):
-        jobs += [(info, job) for job in _plan(checkpoint, info, recipe)]
+    orders = _Orders(recipe, device)
+    jobs = _plan_shard(checkpoint, shard, recipe, orders)
     destination.parent.mkdir(parents=True, exist_ok=True)
+    with SafetensorsWriter(destination, _specs(jobs)) as writer:
+        figures = _run(jobs, writer, shard, CUDA_BLOCK_ELEMENTS if device == "cuda" else BLOCK_ELEMENTS, workers)
     rows = []
-    specs = [spec for _, job in jobs for spec in job.specs]
-    total = sum(info.size_bytes for info, _ in jobs)
-    with (
-        SafetensorsWriter(destination, specs) as writer,
-        tqdm(total=total, unit="B", unit_scale=True, desc=shard) as bar,
-    ):
-        for info, job in jobs:
-            try:
-                row = job.run(writer)
-            except ValueError as error:
-                raise ValueError(f"{info.name}: {error}") from error
-            outputs = {spec.name: spec.size_bytes for spec in job.specs}
-            rows.append({"tensor": info.name, "source_bytes": info.size_bytes, **row, "outputs": outputs})
-            bar.update(info.size_bytes)
+    for job, sums in zip(jobs, figures, strict=True):
+        outputs = {spec.name: spec.size_bytes for spec in job.specs}
+        row = {"tensor": job.info.name, "source_bytes": job.info.size_bytes, **job.row}
+        if sums:
+            error, energy = (math.fsum(column) for column in zip(*sums, strict=True))
+            row["relative_error"] = error / energy if energy else 0.0
+        rows.append(row | {"outputs": outputs})
     return {"sha256": sha256(destination), "recipe": recipe.digest, "tensors": rows}
 
 
-def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe) -> list[_Job]:
+def converted_sizes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, int]:
+    """Bytes of the file that each source shard is converted into, from shapes alone."""
+    orders = _Orders(recipe, "cpu")
+    return {
+        shard: SafetensorsWriter(Path(shard), _specs(_plan_shard(checkpoint, shard, recipe, orders))).size_bytes
+        for shard in checkpoint.shards
+    }
+
+
+def _plan_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, orders: _Orders) -> list[_Job]:
+    return [job for info in checkpoint.shard_tensors(shard) for job in _plan(checkpoint, info, recipe, orders)]
+
+
+def _specs(jobs: list[_Job]) -> list[TensorSpec]:
+    return [spec for job in jobs for spec in job.specs]
+
+
+def _run(
+    jobs: list[_Job], writer: SafetensorsWriter, title: str, num_elements: int, workers: int
+) -> list[list[tuple[float, float]]]:
+    """Run every block of every job; what the blocks returned, per job and in their order."""
+    figures: list[list[tuple[float, float]]] = [[] for _ in jobs]
+    tasks = ((index, start, stop) for index, job in enumerate(jobs) for start, stop in job.blocks(num_elements))
+
+    def run(task: tuple[int, int, int]) -> tuple[float, float] | None:
+        index, start, stop = task
+        try:
+            return jobs[index].run(writer, start, stop)
+        except ValueError as error:
+            raise ValueError(f"{jobs[index].info.name}: {error}") from error
+
+    total = sum(job.info.size_bytes for job in jobs if job.specs)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=title) as bar:
+        for (index, start, stop), sums in in_order(run, tasks, workers):
+            if sums is not None:
+                figures[index].append(sums)
+            info = jobs[index].info
+            bar.update(info.size_bytes * (stop - start) // (info.shape or (1,))[0])
+    return figures
+
+
+class _Orders:
+    """Orders and importances where blocks need them, on their device; the last few are kept."""
+
+    def __init__(self, recipe: Recipe, device: str):
+        self.recipe, self.device = recipe, device
+        self.of_input = lru_cache(TABLES_KEPT)(self._of_input)
+        self.places = lru_cache(TABLES_KEPT)(self._places)
+        self.dense = lru_cache(TABLES_KEPT)(self._dense)
+
+    def _of_input(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Source columns in stored order, int64 [K], and E[x²] of each, float32 [K] (ones where none was ever seen)."""
+        columns = self.recipe.permutation.columns(name)
+        mean_square = self.recipe.statistics[name].mean_square().float()
+        importance = mean_square if mean_square.any() else torch.ones_like(mean_square)
+        columns = torch.arange(len(importance)) if columns is None else columns
+        return columns.to(self.device), importance[columns].to(self.device)
+
+    def _places(self, role: Role) -> torch.Tensor | None:
+        """Where each source row goes, int64 [N]; None where rows stay."""
+        rows = None if self.recipe.permutation is None else self.recipe.permutation.rows(role)
+        return None if rows is None else torch.argsort(rows)
+
+    def _dense(self, role: Role) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Source columns in stored order of a tensor that stays dense, and where its rows go; None what stays."""
+        return _fold_orders(self.recipe.permutation, self.recipe, role)[1], self.places(role)
+
+
+def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, orders: _Orders) -> list[_Job]:
     role = tensor_role(recipe.family, info.name)
     scheme = recipe.scheme
     if role.kind is Kind.LINEAR and scheme.weights == "int4":
-        return [_int4(checkpoint, info, recipe, role, info.name.removesuffix(".weight"))]
-    if role.kind is Kind.LINEAR:
-        return [_copied(checkpoint, info, recipe, role, info.name)]
+        return [_int4(checkpoint, info, recipe, role, info.name.removesuffix(".weight"), orders)]
     if role.kind is Kind.EMBEDDING:
-        embedding = _int8_embedding if scheme.embedding == "int8" else _copied
-        jobs = [embedding(checkpoint, info, recipe, role, info.name)]
+        if scheme.embedding == "int8":
+            jobs = [_int8_embedding(checkpoint, info, recipe, info.name.removesuffix(".weight"), orders)]
+        else:
+            jobs = [_copied(checkpoint, info, recipe, role, info.name, orders)]
         if recipe.geometry.tied:
-            jobs += _head_of_tied_model(checkpoint, info, recipe)
+            jobs += _head_of_tied_model(checkpoint, info, recipe, orders)
         return jobs
-    if role.kind is Kind.HEAD:
-        if recipe.geometry.tied:
-            return [_Job([], lambda writer: {"action": "dropped", "reason": "equal to the tied embedding"})]
-        if recipe.head == "int4":
-            return [_int4(checkpoint, info, recipe, role, recipe.family.head)]
-        return [_copied(checkpoint, info, recipe, role, info.name)]
-    return [_copied(checkpoint, info, recipe, role, info.name)]
+    if role.kind is Kind.HEAD and recipe.geometry.tied:
+        return [_Job(info, [], {"action": "dropped", "reason": "equal to the tied embedding"}, None)]
+    if role.kind is Kind.HEAD and recipe.head == "int4":
+        return [_int4(checkpoint, info, recipe, role, recipe.family.head, orders)]
+    return [_copied(checkpoint, info, recipe, role, info.name, orders)]
 
 
-def _head_of_tied_model(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe) -> list[_Job]:
+def _head_of_tied_model(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, orders: _Orders) -> list[_Job]:
     """A tied model's head is made from the embedding matrix, unless it goes on reading the embedding's own table."""
     role = Role(Kind.HEAD)
     if recipe.head == "int4":
-        return [_int4(checkpoint, info, recipe, role, recipe.family.head)]
+        return [_int4(checkpoint, info, recipe, role, recipe.family.head, orders)]
     if recipe.head == "keep" and recipe.scheme.embedding != "keep":
-        return [_copied(checkpoint, info, recipe, role, f"{recipe.family.head}.weight")]
+        return [_copied(checkpoint, info, recipe, role, f"{recipe.family.head}.weight", orders)]
     return []
 
 
-def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, module: str) -> _Job:
+def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, module: str, orders: _Orders) -> _Job:
     name = recipe.input_of(role)
     order = recipe.permutation.inputs[name]
-    columns = recipe.permutation.columns(name)
-    rows = recipe.permutation.rows(role)
-    outliers = order.num_outliers
-    out_features, background = info.shape[0], info.shape[1] - outliers
+    num_rows, outliers = info.shape[0], order.num_outliers
+    background = order.in_features - outliers
     # BF16 keeps what FP16 cannot hold; the largest weight of these columns is known from the permute stage.
     outlier_dtype = torch.float16 if order.largest_outlier <= FP16_LARGEST else torch.bfloat16
     group_size = recipe.scheme.group_size
-    groups = num_groups(background, group_size)
     specs = [
-        TensorSpec(f"{module}.codes", torch.uint8, (out_features, (background + 1) // 2)),
-        TensorSpec(f"{module}.scales", SCALE_DTYPE, (out_features, groups)),
-        TensorSpec(f"{module}.outliers", outlier_dtype, (out_features, outliers)),
+        TensorSpec(f"{module}.codes", torch.uint8, (num_rows, packed_width(background))),
+        TensorSpec(f"{module}.scales", SCALE_DTYPE, (num_rows, num_groups(background, group_size))),
+        TensorSpec(f"{module}.outliers", outlier_dtype, (num_rows, outliers)),
     ]
-    mean_square = recipe.statistics[name].mean_square().float()
-    importance = mean_square if mean_square.any() else torch.ones_like(mean_square)
-    if columns is not None:
-        importance = importance[columns]
+    row = {
+        "action": "int4",
+        "module": module,
+        "shape": list(info.shape),
+        "input": name,
+        "num_outliers": outliers,
+        "outlier_dtype": str(outlier_dtype).removeprefix("torch."),
+    }
 
-    def run(writer: SafetensorsWriter) -> dict:
-        error = energy = 0.0
-        places = None if rows is None else torch.argsort(rows)
-        for start, stop in row_blocks(info.shape):
-            block = checkpoint.read_rows(info.name, start, stop).float()
-            block = block if columns is None else block[:, columns]
-            rest = block[:, outliers:]
-            search = importance[outliers:] if recipe.scheme.scale_search else None
-            codes, scales = quantize_int4(rest, group_size, search)
-            where = None if places is None else places[start:stop]
-            writer.write_rows(f"{module}.codes", pack_int4(codes), start, where)
-            writer.write_rows(f"{module}.scales", scales, start, where)
-            writer.write_rows(f"{module}.outliers", block[:, :outliers].to(outlier_dtype), start, where)
-            error += _weighted_square(rest - _dequantized(codes, scales, group_size), importance[outliers:])
-            energy += _weighted_square(block, importance)
-        return {
-            "action": "int4",
-            "module": module,
-            "shape": list(info.shape),
-            "input": name,
-            "num_outliers": outliers,
-            "outlier_dtype": str(outlier_dtype).removeprefix("torch."),
-            "relative_error": error / energy if energy else 0.0,
-        }
+    def run(writer: SafetensorsWriter, start: int, stop: int) -> tuple[float, float]:
+        columns, importance = orders.of_input(name)
+        places = orders.places(role)
+        block = checkpoint.read_rows(info.name, start, stop).to(orders.device).float()
+        kept, rest = block.index_select(1, columns[:outliers]), block.index_select(1, columns[outliers:])
+        search = importance[outliers:] if recipe.scheme.scale_search else None
+        codes, scales = quantize_int4(rest, group_size, search)
+        where = None if places is None else places[start:stop]
+        writer.write_rows(f"{module}.codes", pack_int4(codes), start, where)
+        writer.write_rows(f"{module}.scales", scales, start, where)
+        writer.write_rows(f"{module}.outliers", kept.to(outlier_dtype), start, where)
+        error = _weighted_square(rest - dequantize_int4(codes, scales, group_size), importance[outliers:])
+        return error, _weighted_square(rest, importance[outliers:]) + _weighted_square(kept, importance[:outliers])
 
-    return _Job(specs, run)
-
-
-def _dequantized(codes: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    width = group_size or codes.shape[1]
-    return codes * scales.float().repeat_interleave(width, dim=1)[:, : codes.shape[1]]
+    return _Job(info, specs, row, run)
 
 
 def _weighted_square(matrix: torch.Tensor, importance: torch.Tensor) -> float:
-    return (matrix.square().sum(0, dtype=torch.float64) * importance.double()).sum().item()
+    return matrix.square().mul_(importance).sum(dtype=torch.float64).item()
 
 
-def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, name: str) -> _Job:
-    module = name.removesuffix(".weight")
-    columns = None if recipe.permutation is None else recipe.permutation.residual()
+def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, module: str, orders: _Orders) -> _Job:
     specs = [
         TensorSpec(f"{module}.codes", torch.int8, info.shape),
         TensorSpec(f"{module}.scales", SCALE_DTYPE, info.shape[:1]),
     ]
+    columns = None if recipe.permutation is None else recipe.permutation.residual()
+    columns = None if columns is None else columns.to(orders.device)
 
-    def run(writer: SafetensorsWriter) -> dict:
-        error = energy = 0.0
-        for start, stop in row_blocks(info.shape):
-            block = checkpoint.read_rows(info.name, start, stop).float()
-            block = block if columns is None else block[:, columns]
-            codes, scales = quantize_int8_rows(block)
-            writer.write_rows(f"{module}.codes", codes, start)
-            writer.write_rows(f"{module}.scales", scales, start)
-            error += (block - codes * scales.float()[:, None]).square().sum(dtype=torch.float64).item()
-            energy += block.square().sum(dtype=torch.float64).item()
-        relative = error / energy if energy else 0.0
-        return {"action": "int8", "module": module, "shape": list(info.shape), "relative_error": relative}
+    def run(writer: SafetensorsWriter, start: int, stop: int) -> tuple[float, float]:
+        block = checkpoint.read_rows(info.name, start, stop).to(orders.device).float()
+        block = block if columns is None else block.index_select(1, columns)
+        codes, scales = quantize_int8_rows(block)
+        writer.write_rows(f"{module}.codes", codes, start)
+        writer.write_rows(f"{module}.scales", scales, start)
+        energy = block.square().sum(dtype=torch.float64).item()
+        return block.sub_(codes * scales.float()[:, None]).square_().sum(dtype=torch.float64).item(), energy
 
-    return _Job(specs, run)
+    return _Job(info, specs, {"action": "int8", "module": module, "shape": list(info.shape)}, run)
 
 
-def _copied(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, name: str) -> _Job:
+def _copied(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, name: str, orders: _Orders) -> _Job:
     rows, columns = _fold_orders(recipe.permutation, recipe, role)
-    spec = TensorSpec(name, DTYPES[info.dtype], info.shape)
+    moved = rows is not None or columns is not None
+    row = {"action": "reordered" if moved else "copied", "shape": list(info.shape)}
+    if role.kind is Kind.UNKNOWN:
+        row["reason"] = "not in the family's table"
 
-    def run(writer: SafetensorsWriter) -> dict:
-        if len(info.shape) == 2:
-            places = None if rows is None else torch.argsort(rows)
-            for start, stop in row_blocks(info.shape):
-                block = checkpoint.read_rows(info.name, start, stop)
-                block = block if columns is None else block[:, columns]
-                writer.write_rows(name, block, start, None if places is None else places[start:stop])
-        else:
-            tensor = checkpoint.read(info.name)
-            writer.write(name, tensor if rows is None else tensor[rows])
-        moved = rows is not None or columns is not None
-        row = {"action": "reordered" if moved else "copied", "shape": list(info.shape)}
-        return row | ({"reason": "not in the family's table"} if role.kind is Kind.UNKNOWN else {})
+    def run(writer: SafetensorsWriter, start: int, stop: int) -> None:
+        if not info.shape:
+            writer.write(name, checkpoint.read(info.name))
+            return
+        columns, places = orders.dense(role)
+        block = checkpoint.read_rows(info.name, start, stop)
+        block = block if columns is None else block[:, columns]
+        writer.write_rows(name, block, start, None if places is None else places[start:stop])
 
-    return _Job([spec], run)
+    return _Job(info, [TensorSpec(name, DTYPES[info.dtype], info.shape)], row, run)
 
 
 def _fold_orders(
@@ -270,8 +344,7 @@ def _fold_orders(
     if role.kind in (Kind.EMBEDDING, Kind.HEAD):
         columns = permutation.residual()
     elif role.kind is Kind.LINEAR:
-        folded = permutation.inputs[recipe.input_of(role)].folded
-        columns = None if folded is None else permutation.orders[folded]
+        columns = permutation.folded_columns(recipe.input_of(role))
     return permutation.rows(role), columns
 
 

@@ -265,7 +265,7 @@ def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[in
         layer = tensor_role(family, name).layer
         if layer is not None and layer >= geometry.num_layers:
             raise ValueError(f"checkpoint holds {name}, but config.json has num_hidden_layers {geometry.num_layers}")
-    expected = _expected_shapes(family, geometry)
+    expected = expected_shapes(family, geometry)
     if geometry.tied and f"{family.head}.weight" not in shapes:
         del expected[f"{family.head}.weight"]
     for name, _, linear in decoder_linears(family, geometry):
@@ -280,7 +280,7 @@ def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[in
     return unknown_tensors(family, shapes)
 
 
-def _expected_shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+def expected_shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of the family must hold, biases aside."""
     hidden = geometry.hidden_size
     expected: dict[str, tuple[int, ...]] = {

@@ -61,6 +61,25 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(partial)
 
 
+def check_space(folder: Path, files: dict[str, int]) -> tuple[int, int]:
+    """Bytes that the ``files`` (name → size) still need in ``folder``, and bytes that are free for them.
+
+    Files that are there need nothing, and what others have written of theirs so far is counted as free.
+
+    Raises OSError naming the folder when the need is larger.
+    """
+    missing = {name: size for name, size in files.items() if not (folder / name).exists()}
+    needed = sum(missing.values())
+    written = sum(
+        part.stat().st_blocks * 512 for name in missing for part in folder.glob(f".{glob.escape(name)}.*.partial")
+    )
+    free = shutil.disk_usage(folder).free + written
+    if needed > free:
+        told = f"{needed / 1e6:,.1f} MB are still to be written, {free / 1e6:,.1f} MB are free"
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {told}", str(folder))
+    return needed, free
+
+
 def _partial(path: Path) -> Path:
     """A hidden name beside ``path`` for this process alone; what killed processes left under such names is removed."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from otf_llm.checkpoint import Checkpoint, row_blocks, verify_against_manifest
+from otf_llm.blocks import row_blocks
+from otf_llm.checkpoint import Checkpoint, verify_against_manifest
 from otf_llm.families import Family, Geometry, check_tensors, find_family
 from otf_llm.files import read_json_object
 

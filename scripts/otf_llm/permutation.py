@@ -85,7 +85,7 @@ class InputOrder:
 
 @dataclass(frozen=True)
 class Permutation:
-    """All orders of a model, by name (int64 [K] each), and how every linear input uses them."""
+    """All orders of a model, by name (integers [K], int64 or as stored), and how every linear input uses them."""
 
     settings: PermutationSettings
     orders: dict[str, torch.Tensor]
@@ -96,18 +96,25 @@ class Permutation:
         """Source columns in stored order for the linears that read input ``name``; None for the source's own order."""
         return _source_columns(self.inputs[name], self.orders)
 
+    def folded_columns(self, name: str) -> torch.Tensor | None:
+        """As `columns`, for a linear that stays dense and gathers nothing: the folded order alone."""
+        folded = self.inputs[name].folded
+        return None if folded is None else self.orders[folded].long()
+
     def rows(self, role: Role) -> torch.Tensor | None:
         """Source rows in stored order for a weight, bias or norm with the given role; None where nothing moves."""
         if role.kind is Kind.NORM:
-            return self.orders.get(Axis.RESIDUAL)
+            return self.residual()
         if role.kind in (Kind.LINEAR, Kind.BIAS):
             axis = role.linear.rows
-            return self.orders.get(axis if axis is Axis.RESIDUAL else _axis_order(axis, role.layer))
+            order = self.orders.get(axis if axis is Axis.RESIDUAL else _axis_order(axis, role.layer))
+            return None if order is None else order.long()
         return None
 
     def residual(self) -> torch.Tensor | None:
         """The folded order of the residual stream (columns of embedding), or None."""
-        return self.orders.get(Axis.RESIDUAL)
+        order = self.orders.get(Axis.RESIDUAL)
+        return None if order is None else order.long()
 
     def runtime_table(self, inputs: Iterable[str]) -> tuple[torch.Tensor, dict[str, int]]:
         """What ``inputs`` are gathered with: one table, int16 (int32 where a width needs it), and its offsets."""
@@ -131,7 +138,7 @@ class Permutation:
         tensors, description = load_tensors(path)
         if TABLE not in tensors or "inputs" not in description:
             raise ValueError(f"{path} is not a permutation table")
-        table = tensors[TABLE].long()
+        table = tensors[TABLE]
         return cls(
             settings=PermutationSettings.from_dict(description["settings"]),
             orders={name: table[start : start + size] for name, (start, size) in description["orders"].items()},
@@ -141,8 +148,8 @@ class Permutation:
 
 
 def _source_columns(order: InputOrder, orders: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    folded = None if order.folded is None else orders[order.folded]
-    runtime = None if order.runtime is None else orders[order.runtime]
+    folded = None if order.folded is None else orders[order.folded].long()
+    runtime = None if order.runtime is None else orders[order.runtime].long()
     if folded is None or runtime is None:
         return folded if runtime is None else runtime
     return folded[runtime]

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+KIBIBYTE = 1024  # Linux counts ru_maxrss in these
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt's names for what it sets
+KEPT_BYTES = 32 << 20  # the largest mmap threshold that glibc takes
 
 
 @contextmanager
@@ -26,13 +32,25 @@ def stage(log: str, threads: int | None = None) -> Iterator[None]:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if threads is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
+    _keep_freed_memory()
     try:
         yield
+        # Exact and of this process alone; Snakemake's benchmark looks only now and then.
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE
+        logging.getLogger(__name__).info("peak resident memory %.1f MB", peak / 1e6)
     except (ValueError, OSError) as error:
         shown.setLevel(logging.CRITICAL)  # the file takes the traceback, the person one line
         logging.getLogger(__name__).exception("the stage failed")
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse freed buffers of some MB; by default it returns them, and page faults cost more than the work."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def pick_device(setting: str) -> str:

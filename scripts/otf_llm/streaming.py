@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -49,8 +52,9 @@ class TensorSpec:
 class SafetensorsWriter:
     """Writes one safetensors file in place: header from the specs, then rows of any tensor in any order.
 
-    Use as a context manager. The file appears under its name only when every byte of every tensor has been written
-    and synced; on an error nothing is left behind. The bytes depend on the specs, the metadata and the data alone.
+    Use as a context manager; threads may write blocks at once. The file appears under its name only when every byte of
+    every tensor has been written and synced; on an error nothing is left behind. The bytes depend on the specs, the
+    metadata and the data alone.
 
     Raises ValueError when a block does not fit its spec or a tensor was left incomplete, OSError naming the path when
     the disk refuses.
@@ -76,6 +80,7 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % HEADER_ALIGNMENT)
         self._header = len(text).to_bytes(8, "little") + text
         self._starts = {name: start + len(self._header) for name, start in starts.items()}
+        self._accounting = threading.Lock()
         self._missing = {spec.name: spec.size_bytes for spec in specs}
         self.size_bytes = len(self._header) + offset
         self.header_bytes = len(self._header)
@@ -122,13 +127,15 @@ class SafetensorsWriter:
             self._put(self._starts[name] + start * row_bytes, data)
         else:
             view = memoryview(data)
-            for position, row in enumerate(order.tolist()):
-                self._put(self._starts[name] + row * row_bytes, view[position * row_bytes : (position + 1) * row_bytes])
+            for first, last, row in _runs(order):
+                self._put(self._starts[name] + row * row_bytes, view[first * row_bytes : last * row_bytes])
         self._account(name, len(data))
 
     def _account(self, name: str, written: int) -> None:
-        self._missing[name] -= written
-        if self._missing[name] < 0:
+        with self._accounting:
+            self._missing[name] -= written
+            missing = self._missing[name]
+        if missing < 0:
             raise ValueError(f"{name}: more rows were written than {self._specs[name]} holds")
 
     def _put(self, offset: int, data) -> None:
@@ -136,6 +143,13 @@ class SafetensorsWriter:
         while view:
             written = os.pwrite(self._file, view, offset)
             view, offset = view[written:], offset + written
+
+
+def _runs(order: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(first, last, row): positions [first, last) of ``order`` that hold row, row + 1, row + 2 …"""
+    breaks = (order.diff() != 1).nonzero().flatten().add_(1).tolist()
+    edges = [0, *breaks, len(order)] if len(order) else []
+    return ((first, last, int(order[first])) for first, last in pairwise(edges))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -158,8 +172,8 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | 
             writer.write(name, tensor)
 
 
-def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """Load what ``save_tensors`` wrote: the tensors and the metadata value ({} where there is none).
+def load_tensors(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[dict[str, torch.Tensor], dict]:
+    """Load what ``save_tensors`` wrote: the ``wanted`` tensors and the metadata value ({} where there is none).
 
     Raises ValueError naming the file when it is not a safetensors file.
     """
@@ -167,7 +181,7 @@ def load_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys()) if wanted(name)}
             metadata = json.loads((file.metadata() or {}).get("otf", "{}"))
     except SafetensorError as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from otf_llm.checkpoint import Checkpoint, row_blocks
+from otf_llm.blocks import in_order, row_blocks
+from otf_llm.checkpoint import Checkpoint
 from otf_llm.families import HEAD_INPUT, Family, Geometry, input_name
 from otf_llm.streaming import load_tensors, save_tensors
 
@@ -15,11 +16,12 @@ ABS_SUM, MAXIMUM = "weight_abs_sum", "weight_max_abs"
 
 
 def weight_statistics(
-    checkpoint: Checkpoint, family: Family, geometry: Geometry
+    checkpoint: Checkpoint, family: Family, geometry: Geometry, workers: int = 1
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Σ_i |W_ij| (float64 [K]) and max_i |W_ij| (float32 [K]) per linear input, keyed by global input name.
 
-    The head's input is read by ``lm_head``, or by the embedding matrix where the two are tied.
+    The head's input is read by ``lm_head``, or by the embedding matrix where the two are tied. ``workers`` threads take
+    a block each at a time; the sums do not depend on their number.
     """
     head = f"{family.head}.weight"
     readers = {
@@ -28,19 +30,26 @@ def weight_statistics(
         for i in family.inputs
     } | {HEAD_INPUT: [head if head in checkpoint.tensors else f"{family.embedding}.weight"]}
     total = sum(checkpoint.tensors[tensor].size_bytes for tensors in readers.values() for tensor in tensors)
+    tasks = (
+        (name, tensor, start, stop)
+        for name, tensors in readers.items()
+        for tensor in tensors
+        for start, stop in row_blocks(checkpoint.tensors[tensor].shape)
+    )
+
+    def sums(task: tuple[str, str, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        _, tensor, start, stop = task
+        block = checkpoint.read_rows(tensor, start, stop).float().abs_()
+        return block.sum(0, dtype=torch.float64), block.amax(0)
+
     statistics = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="weight statistics") as bar:
-        for name, tensors in readers.items():
-            width = checkpoint.tensors[tensors[0]].shape[1]
-            abs_sum, maximum = torch.zeros(width, dtype=torch.float64), torch.zeros(width)
-            for tensor in tensors:
-                info = checkpoint.tensors[tensor]
-                for start, stop in row_blocks(info.shape):
-                    block = checkpoint.read_rows(tensor, start, stop).float().abs_()
-                    abs_sum += block.sum(0, dtype=torch.float64)
-                    maximum = torch.maximum(maximum, block.amax(0))
-                bar.update(info.size_bytes)
+        for (name, tensor, start, stop), (abs_sum, maximum) in in_order(sums, tasks, workers):
+            if name in statistics:
+                abs_sum, maximum = statistics[name][0] + abs_sum, torch.maximum(statistics[name][1], maximum)
             statistics[name] = abs_sum, maximum
+            info = checkpoint.tensors[tensor]
+            bar.update(info.size_bytes * (stop - start) // info.shape[0])
     return statistics
 
 
