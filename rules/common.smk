@@ -29,7 +29,7 @@ from otf_llm.sources import (
     WheelSource,
     checkpoint_reference,
     fingerprint,
-    shard_names,
+    shard_groups,
 )
 
 CONFIG_FILES = [Path(path) for path in workflow.overwrite_configfiles]
@@ -54,7 +54,8 @@ def refuse_unreachable_datasets():
 try:
     # Relative paths start from the folder of the user's configuration file, the last one's if there are several.
     CONFIG = load_config(DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd())
-    SOURCE_SHARDS = {model: shard_names(source) for model, source in CONFIG.models.items()}
+    JOB_BYTES = CONFIG.sections["convert"]["job_mb"] * 10**6
+    SHARD_GROUPS = {model: shard_groups(source, JOB_BYTES) for model, source in CONFIG.models.items()}
     FINGERPRINTS = {model: fingerprint(source) for model, source in CONFIG.models.items()}
     TEXTS = {"calibration": described(CONFIG.calibration), "evaluation": described(CONFIG.evaluation)}
     refuse_unreachable_datasets()
@@ -158,19 +159,14 @@ def checkpoint_location(wildcards):
 
 
 def output_shards(model):
-    """Names, without ending, of a converted model's shards: one for each shard of the source."""
-    total = len(SOURCE_SHARDS[model])
+    """Names, without ending, of a converted model's shards: one for each group of source shards."""
+    total = len(SHARD_GROUPS[model])
     return [shard_name(index, total).removesuffix(".safetensors") for index in range(total)]
 
 
 def source_shards(wildcards):
-    """For every output shard the source shard that it is converted from."""
-    return dict(zip(output_shards(wildcards.model), SOURCE_SHARDS[wildcards.model]))
-
-
-def source_shard(wildcards):
-    """The source shard that an output shard is converted from."""
-    return source_shards(wildcards)[wildcards.shard]
+    """For every output shard the source shards that it is converted from."""
+    return dict(zip(output_shards(wildcards.model), SHARD_GROUPS[wildcards.model]))
 
 
 def scheme_settings(wildcards):
@@ -257,3 +253,8 @@ def stage_benchmarks(wildcards):
 def processors(wildcards):
     """Torch threads of one job: the machine's processors, shared by the jobs that may run at once."""
     return max(1, len(os.sched_getaffinity(0)) // workflow.cores)
+
+
+def convert_threads(wildcards):
+    """Cores of one conversion job: those that the model's other shards leave."""
+    return max(1, workflow.cores // len(SHARD_GROUPS[wildcards.model]))

@@ -39,15 +39,15 @@ rule convert_shard:
         "results/benchmarks/convert_shard/{model}/{scheme}/{shard}.tsv"
     conda:
         "../envs/pipeline.yaml"
+    threads: convert_threads
     resources:
         processors=processors,
     params:
         location=checkpoint_location,
-        shard=source_shard,
         shards=source_shards,
         scheme=scheme_settings,
     message:
-        "Converting {params.shard} of {wildcards.model} to {wildcards.scheme}"
+        "Converting {wildcards.model} to {wildcards.scheme}, {wildcards.shard}"
     script:
         "../scripts/convert_shard.py"
 

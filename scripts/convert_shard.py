@@ -1,10 +1,10 @@
-"""Convert one source shard."""
+"""Convert a group of source shards into one output shard."""
 
 import json
 import logging
 from pathlib import Path
 
-from otf_llm.conversion import Recipe, convert_shard, converted_sizes
+from otf_llm.conversion import Recipe, convert_shard, converted_size
 from otf_llm.files import check_space, write_json
 from otf_llm.inspection import open_verified
 from otf_llm.settings import SchemeSettings
@@ -15,11 +15,12 @@ with stage(log=snakemake.log[0], threads=1):
     checkpoint = open_verified(locate_checkpoint(snakemake.params.location), Path(snakemake.input.manifest))
     scheme = SchemeSettings.from_dict(json.loads(snakemake.params.scheme))
     calibrated = [Path(path) for path in snakemake.input.calibrated]
-    recipe = Recipe.load(checkpoint, scheme, calibrated, [snakemake.params.shard])
+    shards = snakemake.params.shards
+    recipe = Recipe.load(checkpoint, scheme, calibrated, shards[snakemake.wildcards.shard])
     weights = Path(snakemake.output.weights)
-    sizes = converted_sizes(checkpoint, recipe)
-    files = {f"{name}.safetensors": sizes[shard] for name, shard in snakemake.params.shards.items()}
-    needed, free = check_space(weights.parent, files)
+    sizes = {f"{name}.safetensors": converted_size(checkpoint, group, recipe) for name, group in shards.items()}
+    needed, free = check_space(weights.parent, sizes)
     logging.info("%s: %.1f MB still to be written, %.1f MB free", weights.parent, needed / 1e6, free / 1e6)
-    report = convert_shard(checkpoint, snakemake.params.shard, recipe, weights, workers=snakemake.resources.processors)
+    workers = snakemake.threads * snakemake.resources.processors
+    report = convert_shard(checkpoint, shards[snakemake.wildcards.shard], recipe, weights, workers=workers)
     write_json(Path(snakemake.output.report), report)

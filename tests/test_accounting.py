@@ -233,7 +233,7 @@ def test_a_really_converted_folder_adds_up(tmp_path, weights):
         permutation = plan_permutation(family, geometry, channels, scheme.permutation)
     recipe = Recipe(family, geometry, scheme, permutation, statistics)
     folder = tmp_path / "converted"
-    report = convert_shard(checkpoint, "model.safetensors", recipe, folder / SHARD)
+    report = convert_shard(checkpoint, ["model.safetensors"], recipe, folder / SHARD)
     manifest = merge(checkpoint, recipe, folder, [SHARD], [report], source)
 
     weight_files = sum((folder / name).stat().st_size for name in manifest["weight_files"])

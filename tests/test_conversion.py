@@ -40,7 +40,7 @@ def convert(source, folder, scheme):
     recipe = Recipe(family, geometry, scheme, permutation, statistics)
     names = [shard_name(index, len(checkpoint.shards)) for index in range(len(checkpoint.shards))]
     reports = [
-        convert_shard(checkpoint, shard, recipe, folder / name)
+        convert_shard(checkpoint, [shard], recipe, folder / name)
         for shard, name in zip(checkpoint.shards, names, strict=True)
     ]
     return recipe, merge(checkpoint, recipe, folder, names, reports, build_manifest(checkpoint, family.name, False))
@@ -323,7 +323,7 @@ def test_shards_of_two_recipes_are_never_put_together(tmp_path):
     source = save_checkpoint(tmp_path / "source", build_model("llama"))
     recipe, _ = convert(source, tmp_path / "out", SchemeSettings())
     checkpoint = Checkpoint.open(source)
-    report = convert_shard(checkpoint, "model.safetensors", recipe, tmp_path / "out" / shard_name(0, 1))
+    report = convert_shard(checkpoint, ["model.safetensors"], recipe, tmp_path / "out" / shard_name(0, 1))
     manifest = build_manifest(checkpoint, "llama", False)
     other = dataclasses.replace(recipe, digest="another")
     with pytest.raises(ValueError, match=r"was converted with other settings"):

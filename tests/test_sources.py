@@ -24,6 +24,7 @@ from otf_llm.sources import (
     fingerprint,
     locate_checkpoint,
     parse_source,
+    shard_groups,
     shard_names,
 )
 
@@ -150,6 +151,15 @@ def test_shard_names_of_local_sources(sharded, tmp_path):
     (sharded / SHARDS[0]).unlink()
     with pytest.raises(ValueError, match=f"not on disk: {SHARDS[0]}"):
         shard_names(FolderSource(sharded))
+
+
+def test_neighbouring_shards_are_put_together_up_to_a_size(sharded, tmp_path):
+    sizes = [(sharded / name).stat().st_size for name in SHARDS]
+    source = FolderSource(sharded)
+    assert shard_groups(source, 0) == [[name] for name in SHARDS]
+    assert shard_groups(source, sum(sizes)) == [SHARDS]
+    assert shard_groups(source, sum(sizes) - 1) == [SHARDS[:-1], SHARDS[-1:]]
+    assert shard_groups(GgufSource(tmp_path / "x.gguf"), 0) == [["model.safetensors"]]
 
 
 def test_checkpoint_folder_of_local_sources(sharded, tmp_path):

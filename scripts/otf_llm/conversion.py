@@ -1,4 +1,4 @@
-"""Streamed conversion of one source shard: row blocks in, codes, scales and FP16 columns out.
+"""Streamed conversion of source shards: row blocks in, codes, scales and FP16 columns out.
 
 Each source tensor becomes one or more output tensors whose sizes follow from its shape, so the output file is laid out
 before the first weight is read and memory holds a few row blocks. A tensor that is not quantised keeps its bytes; where
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -122,9 +122,15 @@ class _Job:
 
 
 def convert_shard(
-    checkpoint: Checkpoint, shard: str, recipe: Recipe, destination: Path, *, device: str = "cpu", workers: int = 1
+    checkpoint: Checkpoint,
+    shards: Sequence[str],
+    recipe: Recipe,
+    destination: Path,
+    *,
+    device: str = "cpu",
+    workers: int = 1,
 ) -> dict:
-    """Convert the tensors of one source shard into the safetensors file ``destination``.
+    """Convert the tensors of some source ``shards`` into the one safetensors file ``destination``.
 
     Args:
         device: where blocks are quantised, ``cpu`` or ``cuda``.
@@ -139,10 +145,12 @@ def convert_shard(
     has no room or a write fails.
     """
     orders = _Orders(recipe, device)
-    jobs = _plan_shard(checkpoint, shard, recipe, orders)
+    jobs = _plan_shards(checkpoint, shards, recipe, orders)
     destination.parent.mkdir(parents=True, exist_ok=True)
     with SafetensorsWriter(destination, _specs(jobs)) as writer:
-        figures = _run(jobs, writer, shard, CUDA_BLOCK_ELEMENTS if device == "cuda" else BLOCK_ELEMENTS, workers)
+        figures = _run(
+            jobs, writer, destination.name, CUDA_BLOCK_ELEMENTS if device == "cuda" else BLOCK_ELEMENTS, workers
+        )
     rows = []
     for job, sums in zip(jobs, figures, strict=True):
         outputs = {spec.name: spec.size_bytes for spec in job.specs}
@@ -154,17 +162,15 @@ def convert_shard(
     return {"sha256": sha256(destination), "recipe": recipe.digest, "tensors": rows}
 
 
-def converted_sizes(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, int]:
-    """Bytes of the file that each source shard is converted into, from shapes alone."""
-    orders = _Orders(recipe, "cpu")
-    return {
-        shard: SafetensorsWriter(Path(shard), _specs(_plan_shard(checkpoint, shard, recipe, orders))).size_bytes
-        for shard in checkpoint.shards
-    }
+def converted_size(checkpoint: Checkpoint, shards: Iterable[str], recipe: Recipe) -> int:
+    """Bytes of the file that source shards are converted into, from shapes alone."""
+    jobs = _plan_shards(checkpoint, shards, recipe, _Orders(recipe, "cpu"))
+    return SafetensorsWriter(Path(), _specs(jobs)).size_bytes
 
 
-def _plan_shard(checkpoint: Checkpoint, shard: str, recipe: Recipe, orders: _Orders) -> list[_Job]:
-    return [job for info in checkpoint.shard_tensors(shard) for job in _plan(checkpoint, info, recipe, orders)]
+def _plan_shards(checkpoint: Checkpoint, shards: Iterable[str], recipe: Recipe, orders: _Orders) -> list[_Job]:
+    tensors = [info for shard in shards for info in checkpoint.shard_tensors(shard)]
+    return [job for info in tensors for job in _plan(checkpoint, info, recipe, orders)]
 
 
 def _specs(jobs: list[_Job]) -> list[TensorSpec]:

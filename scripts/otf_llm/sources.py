@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from otf_llm.files import LFS_POINTER
+from otf_llm.files import LFS_POINTER, read_json_object
 from otf_llm.shards import CONFIG_NAME, HEADER_LIMIT_BYTES, INDEX_NAME, SINGLE_SHARD, layout, read_index, side_files
 
 logger = logging.getLogger(__name__)
@@ -111,6 +111,31 @@ def shard_names(source: Source) -> list[str]:
             return _hub_shard_names(source)
         case GgufSource() | WheelSource():
             return [SINGLE_SHARD]
+
+
+def shard_groups(source: Source, limit_bytes: int) -> list[list[str]]:
+    """The source's shards in order, neighbours put together while they have at most ``limit_bytes``.
+
+    Of a hub repository only the sum of all shards is known beforehand; each counts as the same share of it. Where its
+    index does not tell, every shard stays alone. Raises ValueError as `shard_names` does.
+    """
+    names = shard_names(source)
+    match source:
+        case FolderSource(path):
+            sizes = [(path / name).stat().st_size for name in names]
+        case HubSource() if len(names) > 1:
+            told = read_json_object(_hub_file(source, INDEX_NAME)).get("metadata", {}).get("total_size")
+            sizes = [told // len(names) if isinstance(told, int) else limit_bytes + 1] * len(names)
+        case _:
+            return [names]
+    groups, filled = [], limit_bytes
+    for name, size in zip(names, sizes, strict=True):
+        if filled + size > limit_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    return groups
 
 
 def fingerprint(source: Source) -> str:
