@@ -41,8 +41,10 @@ rule convert_shard:
         "../envs/pipeline.yaml"
     threads: convert_threads
     resources:
+        gpu=1,
         processors=processors,
     params:
+        device=CONFIG.device,
         location=checkpoint_location,
         shards=source_shards,
         scheme=scheme_settings,

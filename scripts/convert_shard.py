@@ -9,7 +9,7 @@ from otf_llm.files import check_space, write_json
 from otf_llm.inspection import open_verified
 from otf_llm.settings import SchemeSettings
 from otf_llm.sources import locate_checkpoint
-from otf_llm.stage import stage
+from otf_llm.stage import pick_device, stage
 
 with stage(log=snakemake.log[0], threads=1):
     checkpoint = open_verified(locate_checkpoint(snakemake.params.location), Path(snakemake.input.manifest))
@@ -22,5 +22,12 @@ with stage(log=snakemake.log[0], threads=1):
     needed, free = check_space(weights.parent, sizes)
     logging.info("%s: %.1f MB still to be written, %.1f MB free", weights.parent, needed / 1e6, free / 1e6)
     workers = snakemake.threads * snakemake.resources.processors
-    report = convert_shard(checkpoint, shards[snakemake.wildcards.shard], recipe, weights, workers=workers)
+    report = convert_shard(
+        checkpoint,
+        shards[snakemake.wildcards.shard],
+        recipe,
+        weights,
+        device=pick_device(snakemake.params.device),
+        workers=workers,
+    )
     write_json(Path(snakemake.output.report), report)

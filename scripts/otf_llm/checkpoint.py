@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from otf_llm.blocks import row_blocks
 from otf_llm.files import LFS_POINTER, parse_json_object, read_json_object, sha256
 from otf_llm.shards import CONFIG_NAME, HEADER_LIMIT_BYTES, INDEX_NAME, layout, side_files
 from otf_llm.streaming import DTYPES
@@ -103,6 +104,16 @@ class Checkpoint:
         """A whole tensor in its stored dtype and shape, in memory of its own."""
         info = self.info(name)
         return self._read_bytes(info, 0, info.size_bytes).view(DTYPES[info.dtype]).reshape(info.shape)
+
+    def read_as(self, name: str, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
+        """A whole tensor in another dtype and on a device, converted block by block."""
+        info = self.info(name)
+        if not info.shape:
+            return self.read(name).to(device, dtype)
+        result = torch.empty(info.shape, dtype=dtype, device=device)
+        for start, stop in row_blocks(info.shape):
+            result[start:stop] = self.read_rows(name, start, stop).to(device)
+        return result
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [stop - start, ...] of a tensor, reading only their bytes.

@@ -41,7 +41,8 @@ from otf_llm.settings import SchemeSettings
 from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
 
 FP16_LARGEST = torch.finfo(torch.float16).max
-CUDA_BLOCK_ELEMENTS = 1 << 24  # enough to fill a GPU; as float32, 64 MB
+CUDA_BLOCK_ELEMENTS = 1 << 22  # enough to fill a GPU; as float32, 16 MB
+CUDA_WORKERS = 8  # enough to read ahead of a GPU; each holds blocks in host memory
 TABLES_KEPT = 4  # blocks of neighbouring tensors are under way together
 
 
@@ -147,10 +148,11 @@ def convert_shard(
     orders = _Orders(recipe, device)
     jobs = _plan_shards(checkpoint, shards, recipe, orders)
     destination.parent.mkdir(parents=True, exist_ok=True)
+    num_elements = BLOCK_ELEMENTS
+    if device == "cuda":
+        num_elements, workers = CUDA_BLOCK_ELEMENTS, min(workers, CUDA_WORKERS)
     with SafetensorsWriter(destination, _specs(jobs)) as writer:
-        figures = _run(
-            jobs, writer, destination.name, CUDA_BLOCK_ELEMENTS if device == "cuda" else BLOCK_ELEMENTS, workers
-        )
+        figures = _run(jobs, writer, destination.name, num_elements, workers)
     rows = []
     for job, sums in zip(jobs, figures, strict=True):
         outputs = {spec.name: spec.size_bytes for spec in job.specs}
@@ -298,7 +300,9 @@ def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, 
 
 
 def _weighted_square(matrix: torch.Tensor, importance: torch.Tensor) -> float:
-    return matrix.square().mul_(importance).sum(dtype=torch.float64).item()
+    """Σ h w² of float32 [N, K] with weights h [K]: float32 along a row, float64 over the rows."""
+    rows = torch.linalg.vector_norm(matrix * importance.sqrt(), dim=1)
+    return rows.double().square().sum().item()
 
 
 def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, module: str, orders: _Orders) -> _Job:

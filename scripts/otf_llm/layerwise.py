@@ -119,7 +119,7 @@ class LayerwiseModel:
 
     def _load(self, module: nn.Module, prefix: str) -> None:
         state = {
-            name: self.checkpoint.read(f"{prefix}.{name}").to(self.device, self.dtype)
+            name: self.checkpoint.read_as(f"{prefix}.{name}", self.dtype, self.device)
             for name, _ in module.named_parameters()
         }
         module.load_state_dict(state, strict=True, assign=True)
