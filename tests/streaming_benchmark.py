@@ -1,20 +1,21 @@
-"""Memory and speed of the convert stage on random weights of a model's true geometry; pytest does not collect this.
+"""Memory and speed of the convert stage on weights of a model's true geometry; pytest does not collect this.
 
-    python tests/streaming_benchmark.py --work DIR [--geometry llama-3.1-70b] [--layers 2] [--schemes int4 …]
-        [--cores 2] [--limit-mb 500] [--csv FILE]
+    python tests/streaming_benchmark.py --work DIR [--csv FILE] geometry [--name llama-3.1-70b] [--layers 1 2 4 …]
+    python tests/streaming_benchmark.py --work DIR [--csv FILE] model FOLDER [--peer PYTHON]
+    python tests/streaming_benchmark.py --csv FILE plot
 
-writes a BF16 checkpoint under DIR (kept, and found again), runs the pipeline on it as far as ``permute``, then times
-``snakemake convert`` for each scheme. A row holds the whole command's seconds and the largest job's peak resident
-memory; with ``--limit-mb`` the jobs also run under that hard limit on private memory (RLIMIT_DATA).
+``geometry`` writes a random BF16 checkpoint under DIR (kept, and found again); ``model`` takes a Hugging Face folder.
+Both run the pipeline on it as far as ``permute``, and then time ``snakemake convert`` for each scheme. A row's
+``seconds`` and ``source_mb_per_s`` are those of the convert jobs, imports included; ``command_seconds`` is the whole
+Snakemake command, its start and the merge included. ``peak_rss_mb`` is the largest job's. ``--peer`` names a Python
+that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha256sum`` is timed beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "kernels"), str(Pa
 from otf_llm.blocks import row_blocks  # noqa: E402
 from otf_llm.families import FAMILIES, Geometry, expected_shapes  # noqa: E402
 from otf_llm.files import write_json  # noqa: E402
+from otf_llm.stage import provenance  # noqa: E402
 from otf_llm.streaming import SafetensorsWriter, TensorSpec  # noqa: E402
 from tiny import byte_tokenizer  # noqa: E402
 
@@ -57,7 +59,18 @@ GEOMETRIES = {
 }
 SHARD_BYTES = 5_000_000_000  # where transformers cuts
 PEAK = re.compile(r"peak resident memory ([\d.]+) MB")
-COLUMNS = ("geometry", "scheme", "source_bytes", "peak_rss_mb", "seconds", "source_mb_per_s", "tool")
+COLUMNS = (
+    "geometry", "scheme", "source_bytes", "peak_rss_mb", "seconds", "source_mb_per_s", "tool", "command_seconds",
+    "cores", "commit",
+)  # fmt: skip
+OURS = "otf-llm-pipeline"
+SCHEMES = ("int4-no-search", "int4")
+PEER = """
+import sys
+from llmcompressor import model_free_ptq
+model_free_ptq(model_stub=sys.argv[1], save_directory=sys.argv[2], scheme="W4A16",
+               ignore=["lm_head", "model.embed_tokens"], max_workers=int(sys.argv[3]), device="cpu")
+"""
 
 
 def write_checkpoint(folder: Path, config: dict) -> None:
@@ -90,71 +103,149 @@ def write_checkpoint(folder: Path, config: dict) -> None:
     write_json(folder / "config.json", config)
 
 
-def snakemake(work: Path, config: Path, cores: int, *arguments: str, limit_mb: int | None = None) -> float:
-    """Seconds that a Snakemake command took; its output goes to this one's."""
-
-    def limit() -> None:
-        if limit_mb is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit_mb * 10**6,) * 2)
-
+def snakemake(work: Path, config: Path, cores: int, *arguments: str) -> float:
+    """Seconds that a Snakemake command took."""
     command = [sys.executable, "-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile"), "--cores", str(cores)]
     command += ["--configfile", str(config), "--directory", str(work), *arguments]
     start = time.perf_counter()
-    subprocess.run(command, check=True, preexec_fn=limit)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(done.stdout + done.stderr)
     return time.perf_counter() - start
 
 
-def measure(geometry: str, layers: int, schemes: list[str], work: Path, cores: int, limit_mb: int | None) -> list[dict]:
-    """One row per scheme."""
-    name = f"{geometry}-{layers}-layers"
-    checkpoint = work / "checkpoints" / name
-    if not (checkpoint / "config.json").exists():
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        write_checkpoint(checkpoint, GEOMETRIES[geometry] | {"num_hidden_layers": layers})
+def row(name: str, scheme: str, source_bytes: int, peak: float, seconds: float, tool: str, **more: object) -> dict:
+    """One row of the table."""
+    rate = source_bytes / 1e6 / seconds
+    values = dict.fromkeys(COLUMNS, "") | more
+    values |= {"geometry": name, "scheme": scheme, "source_bytes": source_bytes, "tool": tool}
+    return values | {"peak_rss_mb": f"{peak:.0f}", "seconds": f"{seconds:.1f}", "source_mb_per_s": f"{rate:.1f}"}
+
+
+def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
+    """Rows of our own: calibration, then every scheme."""
     (work / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     config = work / f"{name}.yaml"
     settings = {
         "models": {name: {"source": str(checkpoint)}},
         "text": str(work / "text.txt"),
-        "schemes": schemes,
+        "schemes": list(SCHEMES),
         "calibrate": {"num_sequences": 2, "sequence_length": 128},
         "validate": {"num_windows": 1, "window_length": 128},
     }
     config.write_text(yaml.safe_dump(settings))
+    results = work / "results"
     snakemake(work, config, cores, "permute")
     source_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    rows = []
-    for scheme in schemes:
-        folder = work / "results" / "convert" / name / scheme
+    commit = provenance(REPOSITORY)["commit"]
+
+    def peak(logs: Path) -> float:
+        return max(float(PEAK.search(log.read_text())[1]) for log in logs.parent.glob(logs.name))
+
+    def seconds_of(benchmarks: Path) -> float:
+        return sum(float(pd.read_csv(path, sep="\t")["s"].iloc[0]) for path in benchmarks.parent.glob(benchmarks.name))
+
+    seconds = seconds_of(results / "benchmarks" / "collect_activations" / f"{name}.tsv")
+    calibration = peak(results / "logs" / "collect_activations" / f"{name}.log")
+    common = {"cores": cores, "commit": commit}
+    rows = [row(name, "calibrate", source_bytes, calibration, seconds, OURS, **common)]
+    for scheme in SCHEMES:
+        folder = results / "convert" / name / scheme
         shutil.rmtree(folder, ignore_errors=True)
-        seconds = snakemake(work, config, cores, str(folder.relative_to(work) / "manifest.json"), limit_mb=limit_mb)
-        logs = (work / "results" / "logs" / "convert_shard" / name / scheme).glob("*.log")
-        peak = max(float(PEAK.search(log.read_text())[1]) for log in logs)
-        rate = source_bytes / 1e6 / seconds
-        values = (name, scheme, source_bytes, f"{peak:.0f}", f"{seconds:.1f}", f"{rate:.1f}", "otf-llm-pipeline")
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
-        manifest = json.loads((folder / "manifest.json").read_text())
-        assert sum(file["size_bytes"] for file in manifest["files"]) > 0
+        command_seconds = snakemake(work, config, cores, str(folder.relative_to(work) / "manifest.json"))
+        jobs = list((results / "benchmarks" / "convert_shard" / name / scheme).glob("*.tsv"))
+        at_once = min(cores, len(jobs))
+        seconds = seconds_of(results / "benchmarks" / "convert_shard" / name / scheme / "*.tsv") / at_once
+        largest = peak(results / "logs" / "convert_shard" / name / scheme / "*.log")
+        more = common | {"command_seconds": f"{command_seconds:.1f}"}
+        rows.append(row(name, scheme, source_bytes, largest, seconds, OURS, **more))
     return rows
 
 
+def timed(command: list[str]) -> tuple[float, float]:
+    """Seconds and the largest process's peak resident memory in MB of a command."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    errors = process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        sys.exit(errors)
+    return time.perf_counter() - start, usage.ru_maxrss * 1024 / 1e6
+
+
+def measure_others(name: str, checkpoint: Path, work: Path, cores: int, peer: Path | None) -> list[dict]:
+    """Rows of sha256sum and, where it is installed, llm-compressor: the median of three."""
+    files = sorted(map(str, checkpoint.glob("*.safetensors")))
+    source_bytes = sum(Path(file).stat().st_size for file in files)
+    commands = {"sha256sum": ["sha256sum", *files]}
+    if peer is not None:
+        output = work / "peer"
+        commands["llm-compressor"] = [str(peer), "-c", PEER, str(checkpoint), str(output), str(cores)]
+    rows = []
+    for tool, command in commands.items():
+        runs = []
+        for _ in range(3):
+            shutil.rmtree(work / "peer", ignore_errors=True)
+            runs.append(timed(command))
+        shutil.rmtree(work / "peer", ignore_errors=True)
+        seconds, peak = sorted(runs)[1]
+        scheme = "W4A16 model-free" if tool == "llm-compressor" else ""
+        rows.append(row(name, scheme, source_bytes, peak, seconds, tool, cores=cores))
+        if tool == "sha256sum":
+            rows[-1] |= {"peak_rss_mb": "", "cores": 1}  # ru_maxrss tells of this script, which is larger
+    return rows
+
+
+def plot(table: pd.DataFrame, path: Path) -> None:
+    """Peak memory of conversion against the size of the source."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    ours = table[(table["tool"] == OURS) & (table["scheme"] != "calibrate")]
+    for scheme, rows in ours.groupby("scheme"):
+        rows = rows.sort_values("source_bytes")
+        axes.plot(rows["source_bytes"] / 1e9, rows["peak_rss_mb"].astype(float), "o", label=scheme)
+    axes.axhline(500, color="#888888", linestyle="--", linewidth=1)
+    axes.set(xscale="log", xlabel="source (GB)", ylabel="peak memory (MB)", ylim=(0, 550))
+    axes.legend()
+    figure.savefig(path, dpi=200)
+
+
 def main() -> None:
-    """Measure, print, and write or extend the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--geometry", choices=GEOMETRIES, default="llama-3.1-70b")
-    parser.add_argument("--layers", type=int, nargs="+", default=[2])
-    parser.add_argument("--schemes", nargs="+", default=["int4", "int4-no-search"])
-    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--limit-mb", type=int)
+    """Measure, print, and extend the table; or draw it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path)
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    what = parser.add_subparsers(dest="what", required=True)
+    geometry = what.add_parser("geometry")
+    geometry.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
+    geometry.add_argument("--layers", type=int, nargs="+", default=[2])
+    model = what.add_parser("model")
+    model.add_argument("folder", type=Path)
+    model.add_argument("--peer", type=Path)
+    what.add_parser("plot")
     options = parser.parse_args()
+    if options.what == "plot":
+        plot(pd.read_csv(options.csv), options.csv.with_suffix(".png"))
+        return
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     rows = []
-    for layers in options.layers:
-        rows += measure(options.geometry, layers, options.schemes, work, options.cores, options.limit_mb)
-    table = pd.DataFrame(rows)
+    if options.what == "geometry":
+        for layers in options.layers:
+            name = f"{options.name}-{layers}-layers"
+            checkpoint = work / "checkpoints" / name
+            if not (checkpoint / "config.json").exists():
+                shutil.rmtree(checkpoint, ignore_errors=True)
+                write_checkpoint(checkpoint, GEOMETRIES[options.name] | {"num_hidden_layers": layers})
+            rows += measure(name, checkpoint, work, options.cores)
+    else:
+        folder = options.folder.resolve()
+        rows += measure(folder.name, folder, work, options.cores)
+        rows += measure_others(folder.name, folder, work, options.cores, options.peer)
+    table = pd.DataFrame(rows, columns=COLUMNS)
     print(table.to_string(index=False))
     if options.csv:
         table.to_csv(options.csv, index=False, mode="a", header=not options.csv.exists())

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import otf_llm
-from otf_llm.stage import pick_device, provenance, stage
+from otf_llm.stage import peak_memory, pick_device, provenance, stage
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +73,21 @@ def test_a_stage_that_ends_well_logs_to_both_places(log, capfd):
         logging.getLogger("otf_llm.text").warning("café is short")
         logging.getLogger("httpx").info("GET / 200")
         logging.getLogger("httpx").warning("slow")
-    expected = "INFO: 12 documents\nWARNING: café is short\nWARNING: slow\n"
-    assert capfd.readouterr().err == expected
-    assert log.read_text(encoding="utf-8") == expected
+    shown = capfd.readouterr().err
+    peak = re.fullmatch(
+        r"INFO: 12 documents\nWARNING: café is short\nWARNING: slow\nINFO: peak resident memory ([\d.]+) MB\n", shown
+    )
+    assert float(peak[1]) == pytest.approx(peak_memory() / 1e6, abs=1)
+    assert log.read_text(encoding="utf-8") == shown
+
+
+def test_peak_memory_is_this_process_s_own():
+    """ru_maxrss would tell of the parent, which holds 300 MB when it starts the child."""
+    held = bytearray(b"x" * 300_000_000)
+    code = "from otf_llm.stage import peak_memory; print(peak_memory())"
+    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert len(held) < peak_memory()
+    assert child < 100e6
 
 
 def test_threads_are_set(log):

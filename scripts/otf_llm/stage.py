@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-KIBIBYTE = 1024  # Linux counts ru_maxrss in these
+KIBIBYTE = 1024  # Linux counts memory in these
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt's names for what it sets
 KEPT_BYTES = 32 << 20  # the largest mmap threshold that glibc takes
 
@@ -35,14 +36,23 @@ def stage(log: str, threads: int | None = None) -> Iterator[None]:
     _keep_freed_memory()
     try:
         yield
-        # Exact and of this process alone; Snakemake's benchmark looks only now and then.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE
-        logging.getLogger(__name__).info("peak resident memory %.1f MB", peak / 1e6)
+        logging.getLogger(__name__).info("peak resident memory %.1f MB", peak_memory() / 1e6)
     except (ValueError, OSError) as error:
         shown.setLevel(logging.CRITICAL)  # the file takes the traceback, the person one line
         logging.getLogger(__name__).exception("the stage failed")
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
+
+
+def peak_memory() -> int:
+    """Bytes of this process's peak resident memory, exact where Snakemake's benchmark looks only now and then.
+
+    From Linux's VmHWM: ru_maxrss, taken elsewhere, also counts what the parent held when it started this process.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * KIBIBYTE
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE
 
 
 def _keep_freed_memory() -> None:
