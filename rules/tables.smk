@@ -4,6 +4,7 @@ rule tables:
         "results/tables/summary.md",
         "results/tables/bytes.csv",
         "results/tables/layers.csv",
+        "results/tables/tensors.csv",
         "results/tables/stages.csv",
         expand(
             "results/tables/{plot}.{ending}",
@@ -38,6 +39,7 @@ rule summary_table:
         markdown="results/tables/summary.md",
         bytes="results/tables/bytes.csv",
         layers="results/tables/layers.csv",
+        tensors="results/tables/tensors.csv",
     log:
         "results/logs/summary_table.log",
     benchmark:
@@ -50,7 +52,7 @@ rule summary_table:
         seed=CONFIG.seed,
         gguf_models=GGUF_MODELS,
     message:
-        "Writing the summary, byte and layer tables"
+        "Writing the summary, byte, layer and tensor tables"
     script:
         "../scripts/summary_table.py"
 

@@ -1,4 +1,4 @@
-"""Write the summary as CSV and Markdown, bytes by category and errors per layer."""
+"""Write the summary as CSV and Markdown, bytes by category, errors per layer and what became of every tensor."""
 
 from pathlib import Path
 
@@ -22,4 +22,5 @@ with stage(log=snakemake.log[0]):
         markdown=Path(snakemake.output.markdown),
         bytes_by_category=Path(snakemake.output.bytes),
         layers=Path(snakemake.output.layers),
+        tensors=Path(snakemake.output.tensors),
     )

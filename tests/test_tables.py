@@ -17,6 +17,7 @@ from otf_llm.tables import (
     stage_table,
     summary_markdown,
     summary_table,
+    tensor_table,
     write_summary,
     write_table,
 )
@@ -190,7 +191,7 @@ def test_the_csv_files_have_fixed_formats_and_equal_bytes(files, tmp_path):
     texts = []
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
-        names = ("summary", "markdown", "bytes_by_category", "layers")
+        names = ("summary", "markdown", "bytes_by_category", "layers", "tensors")
         write_summary(results, seed=0, gguf_models=["tiny"], **{name: folder / name for name in names})
         texts.append({name: (folder / name).read_bytes() for name in names})
         assert sorted(os.listdir(folder)) == sorted(names)
@@ -209,6 +210,18 @@ def test_the_csv_files_have_fixed_formats_and_equal_bytes(files, tmp_path):
     assert texts[0]["layers"].decode().splitlines()[3] == (
         "tiny,int4,model.layers.0.mlp.gate_proj,0,mlp.gate_proj,1.000000e-03,4.5000"
     )
+
+
+def test_every_tensor_has_a_row_and_a_file_s_rows_sum_to_its_size(files):
+    results = load(files)
+    table = tensor_table(results)
+    for result in results[1:3]:
+        rows = table[(table["model"] == result.model) & (table["scheme"] == result.scheme)]
+        assert list(rows["tensor"].dropna()) == [row["tensor"] for row in result.manifest["tensors"] if "tensor" in row]
+        assert rows["size_bytes"].sum() == sum(file["size_bytes"] for file in result.manifest["files"])
+        assert list(rows["action"])[-1] == "header"
+    linear = table[table["action"] == "int4"].iloc[0]
+    assert (linear["shape"], linear["bits"], linear["size_bytes"]) == ("4x64", 4.5, 144)
 
 
 def test_bytes_sum_to_the_summary_s_sizes(files):
@@ -346,11 +359,11 @@ def test_the_script_writes_all_tables_or_none(files, tmp_path, capsys):
     out.mkdir()
     parts = {
         "input": SimpleNamespace(**files),
-        "output": Named(**{name: str(out / name) for name in ("summary", "markdown", "bytes", "layers")}),
+        "output": Named(**{name: str(out / name) for name in ("summary", "markdown", "bytes", "layers", "tensors")}),
         "params": SimpleNamespace(models=MODELS, schemes=SCHEMES, seed=0, gguf_models=[]),
     }
     run_script("summary_table.py", tmp_path, **parts)
-    assert sorted(os.listdir(out)) == ["bytes", "layers", "markdown", "summary"]
+    assert sorted(os.listdir(out)) == ["bytes", "layers", "markdown", "summary", "tensors"]
     table = pd.read_csv(out / "summary", keep_default_na=False)
     assert list(table["model"]) == ["tiny"] * 3 + ["NA"] * 3
 

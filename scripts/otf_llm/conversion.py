@@ -43,6 +43,17 @@ from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
 FP16_LARGEST = torch.finfo(torch.float16).max
 CUDA_BLOCK_ELEMENTS = 1 << 22  # enough to fill a GPU; as float32, 16 MB
 CUDA_WORKERS = 8  # enough to read ahead of a GPU; each holds blocks in host memory
+# Why a tensor is not quantised.
+KEPT_REASONS = {
+    Kind.LINEAR: "weights: keep",
+    Kind.EMBEDDING: "embedding: keep",
+    Kind.HEAD: "lm_head: keep",
+    Kind.BIAS: "a bias",
+    Kind.NORM: "a norm",
+    Kind.HEAD_NORM: "a norm",
+    Kind.BUFFER: "a buffer",
+    Kind.UNKNOWN: "not in the family's table",
+}
 TABLES_KEPT = 4  # blocks of neighbouring tensors are under way together
 
 
@@ -139,8 +150,9 @@ def convert_shard(
 
     Returns:
         ``sha256`` of the written file, the recipe's digest, and under ``tensors`` one row per output group: ``tensor``
-        (source), ``module``, ``action`` (int4, int8, copied, reordered, dropped), ``outputs`` (name → bytes), and for
-        quantised ones ``relative_error``: Σ h(w-ŵ)² / Σ h w², h = E[x²] for linears and 1 for the embedding.
+        (source), ``module``, ``action`` (int4, int8, copied, reordered, dropped), ``reason`` for what is not
+        quantised, ``outputs`` (name → bytes), and for what is ``relative_error``: Σ h(w-ŵ)² / Σ h w², h = E[x²] for
+        linears and 1 for the embedding.
 
     Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path when the disk
     has no room or a write fails.
@@ -328,9 +340,8 @@ def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, mo
 def _copied(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, name: str, orders: _Orders) -> _Job:
     rows, columns = _fold_orders(recipe.permutation, recipe, role)
     moved = rows is not None or columns is not None
-    row = {"action": "reordered" if moved else "copied", "shape": list(info.shape)}
-    if role.kind is Kind.UNKNOWN:
-        row["reason"] = "not in the family's table"
+    reason = KEPT_REASONS[role.kind]
+    row = {"action": "reordered" if moved else "copied", "shape": list(info.shape), "reason": reason}
 
     def run(writer: SafetensorsWriter, start: int, stop: int) -> None:
         if not info.shape:

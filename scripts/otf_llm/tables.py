@@ -47,6 +47,9 @@ SUMMARY_COLUMNS = (
 BYTE_COLUMNS = ("model", "scheme", "category", "bytes")
 LAYER_COLUMNS = ("model", "scheme", "module", "layer", "linear", "relative_error", "bits")
 STAGE_COLUMNS = ("rule", "job", "seconds", "max_rss_mb")
+TENSOR_COLUMNS = (
+    "model", "scheme", "tensor", "action", "reason", "shape", "bits", "size_bytes", "relative_error", "file",
+)  # fmt: skip
 TOTAL = "total"
 
 MEASURES = ("perplexity", "kld", "top1_agreement")
@@ -178,6 +181,31 @@ def layer_table(results: Sequence[Result]) -> pd.DataFrame:
     return _frame(rows, LAYER_COLUMNS)
 
 
+def tensor_table(results: Sequence[Result]) -> pd.DataFrame:
+    """What became of every tensor of every converted model, with TENSOR_COLUMNS; a file's rows sum to its size.
+
+    ``action`` is int4, int8, copied, reordered or dropped, with the ``reason`` where a tensor was not quantised;
+    ``permutation`` is the table of orders, ``header`` what a file has beside tensors.
+    """
+    rows = []
+    for result in results:
+        if result.scheme == SOURCE_SCHEME:
+            continue
+        common = {"model": result.model, "scheme": result.scheme}
+        headers = weight_file_sizes(result.manifest)
+        for row in result.manifest["tensors"]:
+            size = sum(row["outputs"].values())
+            headers[row["shard"]] -= size
+            shape = row.get("shape", [])
+            weights = math.prod(shape) if shape else 0
+            cells = {key: row.get(key) for key in ("tensor", "action", "reason", "relative_error")}
+            cells |= {"shape": "x".join(map(str, shape)), "bits": 8 * size / weights if weights else None}
+            rows.append(common | cells | {"size_bytes": size, "file": row["shard"]})
+        for file, size in headers.items():
+            rows.append(common | {"action": "header", "size_bytes": size, "file": file})
+    return _frame(rows, TENSOR_COLUMNS)
+
+
 def stage_table(paths: Iterable[Path], root: Path = Path("results/benchmarks")) -> pd.DataFrame:
     """Seconds and peak memory (MB, 10⁶ bytes) of every job, from Snakemake's benchmark files ``root/<rule>/<job>.tsv``.
 
@@ -215,8 +243,9 @@ def write_summary(
     markdown: Path,
     bytes_by_category: Path,
     layers: Path,
+    tensors: Path,
 ) -> None:
-    """Write the four tables of ``results`` once all of them are made.
+    """Write the five tables of ``results`` once all of them are made.
 
     ``gguf_models`` names the models whose source was dequantised from GGUF, which the Markdown says.
     """
@@ -225,6 +254,7 @@ def write_summary(
     write_table(frame, summary)
     write_table(sizes, bytes_by_category)
     write_table(errors, layers)
+    write_table(tensor_table(results), tensors)
     with atomic_path(markdown) as partial:
         partial.write_text(text, encoding="utf-8", newline="\n")
 
