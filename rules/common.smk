@@ -26,6 +26,7 @@ from otf_llm.files import stored_metadata
 from otf_llm.text import fingerprint_texts, hub_dataset_commit, hub_origin
 from otf_llm.sources import (
     GgufSource,
+    PickleSource,
     WheelSource,
     checkpoint_reference,
     fingerprint,
@@ -69,6 +70,7 @@ if CLAIM is None and workflow.is_main_process:
 
 PERMUTATIONS = sorted({s.permutation.slug for s in CONFIG.schemes.values() if s.needs_calibration})
 WHEELS = {requirement.replace("==", "-"): requirement for requirement in CONFIG.wheels()}
+PICKLED_MODELS = [name for name, source in CONFIG.models.items() if isinstance(source, PickleSource)]
 GGUF_MODELS = [name for name, source in CONFIG.models.items() if isinstance(source, (GgufSource, WheelSource))]
 
 
@@ -140,7 +142,7 @@ def text_wheels(wildcards):
 
 
 def model_source(wildcards):
-    """The fields of a GGUF model's source."""
+    """The fields of a GGUF or pickled model's source."""
     return plain({key: str(value) for key, value in vars(CONFIG.models[wildcards.model]).items()})
 
 
@@ -149,8 +151,9 @@ def model_fingerprint(wildcards):
 
 
 def checkpoint_folder(wildcards):
-    """The folder that the pipeline itself makes of a GGUF model; other sources are used where they lie."""
-    return [f"results/source/{wildcards.model}/checkpoint"] if wildcards.model in GGUF_MODELS else []
+    """The folder that the pipeline itself makes of a GGUF or pickled model; others are used where they lie."""
+    made = wildcards.model in (*GGUF_MODELS, *PICKLED_MODELS)
+    return [f"results/source/{wildcards.model}/checkpoint"] if made else []
 
 
 def checkpoint_location(wildcards):
@@ -233,6 +236,7 @@ def stage_benchmarks(wildcards):
         per_model += ["collect_activations/{model}", "weight_statistics/{model}"]
     names = expand("fetch_wheel/{wheel}", wheel=WHEELS)
     names += expand("dequantize_gguf/{model}", model=GGUF_MODELS)
+    names += expand("unpickle_checkpoint/{model}", model=PICKLED_MODELS)
     names += expand(per_model, model=CONFIG.models)
     names += expand(
         "order_channels/{model}/{permutation}",

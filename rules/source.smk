@@ -59,6 +59,28 @@ rule dequantize_gguf:
         "../scripts/dequantize_gguf.py"
 
 
+rule unpickle_checkpoint:
+    input:
+        code=code("blocks", "checkpoint", "files", "pickled", "shards", "streaming"),
+    output:
+        directory("results/source/{model}/checkpoint"),
+    log:
+        "results/logs/unpickle_checkpoint/{model}.log",
+    benchmark:
+        "results/benchmarks/unpickle_checkpoint/{model}.tsv"
+    wildcard_constraints:
+        model=one_of(PICKLED_MODELS),
+    conda:
+        "../envs/pipeline.yaml"
+    params:
+        source=model_source,
+        fingerprint=model_fingerprint,
+    message:
+        "Writing {wildcards.model} as safetensors"
+    script:
+        "../scripts/unpickle_checkpoint.py"
+
+
 rule source_manifest:
     input:
         checkpoint=checkpoint_folder,

@@ -417,6 +417,24 @@ def test_braces_in_prompts_and_paths_are_text(done, tmp_path):
     assert report["samples"][0]["prompt"] == "{model} {name}"
 
 
+def test_a_folder_of_pickles_becomes_safetensors(done, tmp_path):
+    from safetensors.torch import load_file
+
+    folder = done.inputs / "pickled"
+    folder.mkdir()
+    tensors = {}
+    for path in (done.inputs / "model").iterdir():
+        if path.suffix == ".safetensors":
+            tensors |= load_file(path)
+        elif not path.name.endswith(".index.json"):
+            shutil.copy(path, folder)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    finished = done.run("source", work=tmp_path, config=done.edited({"models": {"tiny": {"source": "./pickled"}}}))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    written = load_file(tmp_path / "results" / "source" / "tiny" / "checkpoint" / "model.safetensors")
+    assert written.keys() == tensors.keys()
+
+
 # Bad input
 
 

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_SHARD = "model.safetensors"
+PICKLE_INDEX = "pytorch_model.bin.index.json"
 NUMBERED_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 HEADER_LIMIT_BYTES = 100_000_000  # the safetensors library refuses longer headers
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5", ".onnx", ".index.json")
@@ -35,7 +36,7 @@ def layout(folder: Path) -> tuple[dict[str, str] | None, tuple[str, ...]]:
         if SINGLE_SHARD in present:
             _refuse_unnamed_shards(folder, present, (SINGLE_SHARD,))
             return None, (SINGLE_SHARD,)
-        if not present and any(folder.glob("pytorch_model*.bin")):
+        if not present and pickled_shards(folder):
             raise ValueError(f"{folder}: holds only pytorch_model*.bin; convert to safetensors first")
         found = ", ".join(present) or "no safetensors file at all"
         raise ValueError(f"{folder}: has neither {SINGLE_SHARD} nor {INDEX_NAME}, but {found}")
@@ -46,6 +47,11 @@ def layout(folder: Path) -> tuple[dict[str, str] | None, tuple[str, ...]]:
         raise ValueError(f"{index}: names shards that are not on disk: {', '.join(missing)}")
     _refuse_unnamed_shards(folder, present, shards)
     return weight_map, shards
+
+
+def pickled_shards(folder: Path) -> list[Path]:
+    """The folder's pytorch_model*.bin, sorted by name."""
+    return sorted(Path(folder).glob("pytorch_model*.bin"))
 
 
 def read_index(path: Path) -> dict[str, str]:

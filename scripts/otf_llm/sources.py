@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from otf_llm.files import LFS_POINTER, read_json_object
-from otf_llm.shards import CONFIG_NAME, HEADER_LIMIT_BYTES, INDEX_NAME, SINGLE_SHARD, layout, read_index, side_files
+from otf_llm.shards import (
+    CONFIG_NAME,
+    HEADER_LIMIT_BYTES,
+    INDEX_NAME,
+    SINGLE_SHARD,
+    layout,
+    pickled_shards,
+    read_index,
+    side_files,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +62,13 @@ class FolderSource:
 
 
 @dataclass(frozen=True)
+class PickleSource:
+    """A Hugging Face folder whose only weights are pytorch_model*.bin; they are written as safetensors first."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
 class GgufSource:
     """A GGUF file on disk."""
 
@@ -76,7 +92,7 @@ class WheelSource:
     file: str
 
 
-Source = FolderSource | GgufSource | HubSource | WheelSource
+Source = FolderSource | PickleSource | GgufSource | HubSource | WheelSource
 
 
 def parse_source(value: str | dict, base: Path, revision: str | None = None) -> Source:
@@ -109,7 +125,7 @@ def shard_names(source: Source) -> list[str]:
             return list(layout(path)[1])
         case HubSource():
             return _hub_shard_names(source)
-        case GgufSource() | WheelSource():
+        case PickleSource() | GgufSource() | WheelSource():
             return [SINGLE_SHARD]
 
 
@@ -152,6 +168,10 @@ def fingerprint(source: Source) -> str:
             for name in sorted([*shards, *index, *side_files(path)]):
                 digest.update(f"\0{name}\0".encode())
                 add_sample(digest, path / name)
+        case PickleSource(path):
+            for name in [*(file.name for file in pickled_shards(path)), *side_files(path)]:
+                digest.update(f"\0{name}\0".encode())
+                add_sample(digest, path / name)
         case GgufSource(path):
             add_sample(digest, path)
         case HubSource(repo, revision):
@@ -168,7 +188,7 @@ def checkpoint_reference(source: Source, materialised: str) -> str:
             return str(path)
         case HubSource(repo, revision):
             return f"{HUB_PREFIX}{repo}@{revision}"
-        case GgufSource() | WheelSource():
+        case PickleSource() | GgufSource() | WheelSource():
             return materialised
 
 
@@ -187,7 +207,8 @@ def _parse_path(value: str, base: Path) -> Source | None:
     """The folder or GGUF file that ``value`` names, None for a hub id."""
     path = Path(os.path.abspath(base / Path(value).expanduser()))
     if path.is_dir():
-        return FolderSource(path)
+        pickled = not any(path.glob("*.safetensors")) and pickled_shards(path)
+        return PickleSource(path) if pickled else FolderSource(path)
     if path.is_file():
         refuse_other_than_gguf(path)
         return GgufSource(path)
