@@ -1,6 +1,6 @@
 """Memory and speed of the convert stage on weights of a model's true geometry; pytest does not collect this.
 
-    python tests/streaming_benchmark.py --work DIR [--csv FILE] geometry [--name llama-3.1-70b] [--layers 1 2 4 …]
+    python tests/streaming_benchmark.py --work DIR [--csv FILE] geometry [--name NAME] [--layers 1 2 …] [--peer PYTHON]
     python tests/streaming_benchmark.py --work DIR [--csv FILE] model FOLDER [--peer PYTHON]
     python tests/streaming_benchmark.py --csv FILE plot
 
@@ -142,10 +142,10 @@ def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
     def peak(logs: Path) -> float:
         return max(float(PEAK.search(log.read_text())[1]) for log in logs.parent.glob(logs.name))
 
-    def seconds_of(benchmarks: Path) -> float:
-        return sum(float(pd.read_csv(path, sep="\t")["s"].iloc[0]) for path in benchmarks.parent.glob(benchmarks.name))
+    def seconds_of(benchmarks: Path) -> list[float]:
+        return [float(pd.read_csv(path, sep="\t")["s"].iloc[0]) for path in benchmarks.parent.glob(benchmarks.name)]
 
-    seconds = seconds_of(results / "benchmarks" / "collect_activations" / f"{name}.tsv")
+    (seconds,) = seconds_of(results / "benchmarks" / "collect_activations" / f"{name}.tsv")
     calibration = peak(results / "logs" / "collect_activations" / f"{name}.log")
     common = {"cores": cores, "commit": commit}
     rows = [row(name, "calibrate", source_bytes, calibration, seconds, OURS, **common)]
@@ -153,9 +153,8 @@ def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
         folder = results / "convert" / name / scheme
         shutil.rmtree(folder, ignore_errors=True)
         command_seconds = snakemake(work, config, cores, str(folder.relative_to(work) / "manifest.json"))
-        jobs = list((results / "benchmarks" / "convert_shard" / name / scheme).glob("*.tsv"))
-        at_once = min(cores, len(jobs))
-        seconds = seconds_of(results / "benchmarks" / "convert_shard" / name / scheme / "*.tsv") / at_once
+        jobs = seconds_of(results / "benchmarks" / "convert_shard" / name / scheme / "*.tsv")
+        seconds = max(max(jobs), sum(jobs) / min(cores, len(jobs)))
         largest = peak(results / "logs" / "convert_shard" / name / scheme / "*.log")
         more = common | {"command_seconds": f"{command_seconds:.1f}"}
         rows.append(row(name, scheme, source_bytes, largest, seconds, OURS, **more))
@@ -174,7 +173,7 @@ def timed(command: list[str]) -> tuple[float, float]:
 
 
 def measure_others(name: str, checkpoint: Path, work: Path, cores: int, peer: Path | None) -> list[dict]:
-    """Rows of sha256sum and, where it is installed, llm-compressor: the median of three."""
+    """Rows of sha256sum and, where it is installed, llm-compressor: the median of three runs."""
     files = sorted(map(str, checkpoint.glob("*.safetensors")))
     source_bytes = sum(Path(file).stat().st_size for file in files)
     commands = {"sha256sum": ["sha256sum", *files]}
@@ -222,6 +221,7 @@ def main() -> None:
     geometry = what.add_parser("geometry")
     geometry.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
     geometry.add_argument("--layers", type=int, nargs="+", default=[2])
+    geometry.add_argument("--peer", type=Path)
     model = what.add_parser("model")
     model.add_argument("folder", type=Path)
     model.add_argument("--peer", type=Path)
@@ -241,6 +241,8 @@ def main() -> None:
                 shutil.rmtree(checkpoint, ignore_errors=True)
                 write_checkpoint(checkpoint, GEOMETRIES[options.name] | {"num_hidden_layers": layers})
             rows += measure(name, checkpoint, work, options.cores)
+            if options.peer:
+                rows += measure_others(name, checkpoint, work, options.cores, options.peer)
     else:
         folder = options.folder.resolve()
         rows += measure(folder.name, folder, work, options.cores)
