@@ -88,12 +88,16 @@ wildcard_constraints:
 
 
 def code(*modules):
-    """Library modules that a stage imports, and kernels as otf_kernels/...; every stage imports the first two.
+    """Library modules that a stage imports, and kernels as otf_kernels/...; every stage imports the first three.
 
     They are small files, so Snakemake compares them by checksum: touching one reruns nothing.
     """
     library = REPOSITORY / "scripts" / "otf_llm"
-    names = [library / f"{name}.py" for name in ("__init__", "stage", *modules) if not name.startswith("otf_kernels")]
+    names = [
+        library / f"{name}.py"
+        for name in ("__init__", "memory", "stage", *modules)
+        if not name.startswith("otf_kernels")
+    ]
     kernels = [REPOSITORY / "kernels" / f"{name}.py" for name in modules if name.startswith("otf_kernels")]
     return [str(path) for path in names + kernels]
 

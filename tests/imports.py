@@ -12,7 +12,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 ROOTS = {"otf_llm": REPOSITORY / "scripts", "otf_kernels": REPOSITORY / "kernels"}
-EVERY_STAGE = {"otf_llm/__init__", "otf_llm/stage"}
+EVERY_STAGE = {"otf_llm/__init__", "otf_llm/memory", "otf_llm/stage"}
 
 
 def imported_names(path: Path) -> set[str]:

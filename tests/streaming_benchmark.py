@@ -206,7 +206,9 @@ def plot(table: pd.DataFrame, path: Path) -> None:
         rows = rows.sort_values("source_bytes")
         axes.plot(rows["source_bytes"] / 1e9, rows["peak_rss_mb"].astype(float), "o", label=scheme)
     axes.axhline(500, color="#888888", linestyle="--", linewidth=1)
-    axes.set(xscale="log", xlabel="source (GB)", ylabel="peak memory (MB)", ylim=(0, 550))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="source (GB)", ylabel="peak memory (MB)", ylim=(0, 550))
     axes.legend()
     figure.savefig(path, dpi=200)
 

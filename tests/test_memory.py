@@ -9,6 +9,7 @@ import pytest
 
 from otf_llm.families import Geometry, expected_shapes, find_family
 from otf_llm.files import write_json
+from otf_llm.memory import peak_memory
 
 LIMIT_MB = 500
 CONFIG = {
@@ -35,7 +36,7 @@ CONVERT = textwrap.dedent(
     from otf_llm.families import HEAD_INPUT, Geometry, find_family, input_name
     from otf_llm.permutation import ChannelStatistics, plan_permutation
     from otf_llm.settings import SchemeSettings
-    from otf_llm.stage import peak_memory
+    from otf_llm.memory import peak_memory
 
     checkpoint = Checkpoint.open(Path(sys.argv[1]))
     family = find_family(checkpoint.config)
@@ -89,3 +90,12 @@ def test_the_limit_of_that_test_bites(sparse_checkpoint):
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode != 0
     assert not (sparse_checkpoint / "out").exists()
+
+
+def test_peak_memory_is_this_process_s_own():
+    """ru_maxrss would tell of the parent, which holds 300 MB when it starts the child."""
+    held = bytearray(b"x" * 300_000_000)
+    code = "from otf_llm.memory import peak_memory; print(peak_memory())"
+    child = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    assert len(held) < peak_memory()
+    assert child < 100e6

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.families import Family
+from otf_llm.memory import return_freed_memory
 
 EMBEDDING_BLOCK_BYTES = 64 << 20
 
@@ -101,6 +102,7 @@ class LayerwiseModel:
                     self._check_finite(batch, index)
                     bar.update(int(batch.real.sum()))
                 layer.to("meta")
+                return_freed_memory()
         norm = self.model.get_submodule(self.family.final_norm)
         self._load(norm, self.family.final_norm)
         for batch in batches:

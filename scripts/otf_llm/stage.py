@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import re
-import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-KIBIBYTE = 1024  # Linux counts memory in these
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt's names for what it sets
-KEPT_BYTES = 32 << 20  # the largest mmap threshold that glibc takes
+from otf_llm.memory import keep_freed_memory, peak_memory
 
 
 @contextmanager
@@ -33,7 +28,7 @@ def stage(log: str, threads: int | None = None) -> Iterator[None]:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     if threads is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
-    _keep_freed_memory()
+    keep_freed_memory()
     try:
         yield
         logging.getLogger(__name__).info("peak resident memory %.1f MB", peak_memory() / 1e6)
@@ -42,25 +37,6 @@ def stage(log: str, threads: int | None = None) -> Iterator[None]:
         logging.getLogger(__name__).exception("the stage failed")
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
-
-
-def peak_memory() -> int:
-    """Bytes of this process's peak resident memory, exact where Snakemake's benchmark looks only now and then.
-
-    From Linux's VmHWM: ru_maxrss, taken elsewhere, also counts what the parent held when it started this process.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * KIBIBYTE
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE
-
-
-def _keep_freed_memory() -> None:
-    """Let glibc reuse freed buffers of some MB; by default it returns them, and page faults cost more than the work."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def pick_device(setting: str) -> str:
