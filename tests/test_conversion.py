@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import otf_llm
+from otf_llm import conversion
 from otf_llm.artifact import merge
 from otf_llm.artifact_format import load_manifest, shard_name, verify_files
 from otf_llm.calibration import calibrate
@@ -172,6 +173,24 @@ def test_two_conversions_are_byte_identical(tmp_path):
     assert "manifest.json" in files
     for name in files:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", ["default", "folded", "naive", "embedding-only"])
+def test_neither_threads_nor_shards_together_change_what_is_written(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(conversion, "BLOCK_ELEMENTS", 500)  # many blocks of every tensor
+    source = save_checkpoint(tmp_path / "source", build_model("llama"), max_shard_size="60KB")
+    recipe, _ = convert(source, tmp_path / "one-by-one", SCHEMES[name])
+    checkpoint = Checkpoint.open(source)
+    reports = [
+        convert_shard(checkpoint, checkpoint.shards, recipe, tmp_path / f"{workers}.safetensors", workers=workers)
+        for workers in (1, 4)
+    ]
+    assert reports[0] == reports[1]
+    together, expected = load_file(tmp_path / "4.safetensors"), {}
+    for path in (tmp_path / "one-by-one").glob("model-*.safetensors"):
+        expected |= load_file(path)
+    assert together.keys() == expected.keys()
+    assert all(torch.equal(together[key], expected[key]) for key in expected)
 
 
 def test_untouched_tensors_keep_their_bits(tmp_path):
