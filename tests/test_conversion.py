@@ -193,6 +193,21 @@ def test_neither_threads_nor_shards_together_change_what_is_written(tmp_path, mo
     assert all(torch.equal(together[key], expected[key]) for key in expected)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_quantises_as_well_as_a_cpu(tmp_path):
+    """Sums come in another order there, so that a scale between two candidates may fall to the other one."""
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    recipe, _ = convert(source, tmp_path / "out", SchemeSettings())
+    checkpoint = Checkpoint.open(source)
+    reports = {
+        device: convert_shard(checkpoint, checkpoint.shards, recipe, tmp_path / device, device=device, workers=2)
+        for device in ("cpu", "cuda")
+    }
+    for on_cpu, on_gpu in zip(reports["cpu"]["tensors"], reports["cuda"]["tensors"], strict=True):
+        assert on_gpu.get("relative_error") == pytest.approx(on_cpu.get("relative_error"), rel=1e-4), on_cpu["tensor"]
+        assert on_gpu["outputs"] == on_cpu["outputs"]
+
+
 def test_untouched_tensors_keep_their_bits(tmp_path):
     source = save_checkpoint(tmp_path / "source", build_model("qwen2"))
     convert(source, tmp_path / "out", SchemeSettings())
