@@ -12,6 +12,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+import yaml
 
 from imports import REPOSITORY
 
@@ -49,7 +50,8 @@ def test_the_capital_of_france_is_paris(results):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer("The capital of France is", return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    limit = yaml.safe_load((REPOSITORY / "config.yaml").read_text())["validate"]["max_new_tokens"]
+    output = model.generate(**inputs, max_new_tokens=limit, do_sample=False)
     text = tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     assert text.startswith(" Paris")
     assert text == report["samples"][0]["text"]

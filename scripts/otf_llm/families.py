@@ -126,8 +126,10 @@ def find_family(config: dict) -> Family:
     Raises ValueError, naming the architecture and the supported ones, for any other.
     """
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"config.json: architectures must be a list, found {architectures!r}")
     for family in FAMILIES:
-        if list(architectures) == [family.architecture]:
+        if architectures == [family.architecture]:
             return family
     supported = ", ".join(family.architecture for family in FAMILIES)
     found = ", ".join(map(str, architectures)) or f"none given (model_type {config.get('model_type')!r})"
