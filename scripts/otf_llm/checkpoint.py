@@ -115,8 +115,8 @@ class Checkpoint:
             result[start:stop] = self.read_rows(name, start, stop).to(device)
         return result
 
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [stop - start, ...] of a tensor, reading only their bytes.
+    def read_rows(self, name: str, start: int, stop: int, buffer: Tensor | None = None) -> Tensor:
+        """Rows [stop - start, ...] of a tensor, reading only their bytes; into ``buffer``, uint8 [≥ bytes], if given.
 
         Raises ValueError unless 0 <= start <= stop <= rows, and for a scalar.
         """
@@ -124,7 +124,7 @@ class Checkpoint:
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise ValueError(f"{name}: rows {start} to {stop} asked of a tensor of shape {list(info.shape)}")
         row_bytes = info.size_bytes // info.shape[0] if info.shape[0] else 0
-        data = self._read_bytes(info, start * row_bytes, (stop - start) * row_bytes)
+        data = self._read_bytes(info, start * row_bytes, (stop - start) * row_bytes, buffer)
         return data.view(DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def shard_tensors(self, shard: str) -> list[TensorInfo]:
@@ -138,8 +138,8 @@ class Checkpoint:
         """Sorted names of the folder's files that are not weights (`otf_llm.shards.side_files`)."""
         return side_files(self.folder)
 
-    def _read_bytes(self, info: TensorInfo, start: int, count: int) -> Tensor:
-        data = torch.empty(count, dtype=torch.uint8)
+    def _read_bytes(self, info: TensorInfo, start: int, count: int, buffer: Tensor | None = None) -> Tensor:
+        data = torch.empty(count, dtype=torch.uint8) if buffer is None else buffer[:count]
         with open(self.folder / info.shard, "rb") as file:
             file.seek(info.offset + start)
             read = file.readinto(data.numpy())

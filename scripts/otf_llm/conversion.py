@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,8 +43,8 @@ from otf_llm.settings import SchemeSettings
 from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
 
 FP16_LARGEST = torch.finfo(torch.float16).max
-CUDA_BLOCK_ELEMENTS = 1 << 22  # enough to fill a GPU; as float32, 16 MB
-CUDA_WORKERS = 8  # enough to read ahead of a GPU; each holds blocks in host memory
+CUDA_BLOCK_ELEMENTS = 1 << 24  # enough to fill a GPU; as float32, 64 MB
+CUDA_WORKERS = 4  # enough to keep a GPU busy; each holds a block in host memory
 # Why a tensor is not quantised.
 KEPT_REASONS = {
     Kind.LINEAR: "weights: keep",
@@ -157,14 +159,14 @@ def convert_shard(
     Raises ValueError naming the tensor for values that the format cannot hold, OSError naming the path when the disk
     has no room or a write fails.
     """
-    orders = _Orders(recipe, device)
-    jobs = _plan_shards(checkpoint, shards, recipe, orders)
+    target = _Device(recipe, device)
+    jobs = _plan_shards(checkpoint, shards, recipe, target)
     destination.parent.mkdir(parents=True, exist_ok=True)
     num_elements = BLOCK_ELEMENTS
     if device == "cuda":
         num_elements, workers = CUDA_BLOCK_ELEMENTS, min(workers, CUDA_WORKERS)
     with SafetensorsWriter(destination, _specs(jobs)) as writer:
-        figures = _run(jobs, writer, destination.name, num_elements, workers)
+        figures = _run(jobs, writer, destination.name, num_elements, workers, target)
     rows = []
     for job, sums in zip(jobs, figures, strict=True):
         outputs = {spec.name: spec.size_bytes for spec in job.specs}
@@ -178,13 +180,13 @@ def convert_shard(
 
 def converted_size(checkpoint: Checkpoint, shards: Iterable[str], recipe: Recipe) -> int:
     """Bytes of the file that source shards are converted into, from shapes alone."""
-    jobs = _plan_shards(checkpoint, shards, recipe, _Orders(recipe, "cpu"))
+    jobs = _plan_shards(checkpoint, shards, recipe, _Device(recipe, "cpu"))
     return SafetensorsWriter(Path(), _specs(jobs)).size_bytes
 
 
-def _plan_shards(checkpoint: Checkpoint, shards: Iterable[str], recipe: Recipe, orders: _Orders) -> list[_Job]:
+def _plan_shards(checkpoint: Checkpoint, shards: Iterable[str], recipe: Recipe, device: _Device) -> list[_Job]:
     tensors = [info for shard in shards for info in checkpoint.shard_tensors(shard)]
-    return [job for info in tensors for job in _plan(checkpoint, info, recipe, orders)]
+    return [job for info in tensors for job in _plan(checkpoint, info, recipe, device)]
 
 
 def _specs(jobs: list[_Job]) -> list[TensorSpec]:
@@ -192,7 +194,7 @@ def _specs(jobs: list[_Job]) -> list[TensorSpec]:
 
 
 def _run(
-    jobs: list[_Job], writer: SafetensorsWriter, title: str, num_elements: int, workers: int
+    jobs: list[_Job], writer: SafetensorsWriter, title: str, num_elements: int, workers: int, device: _Device
 ) -> list[list[tuple[float, float]]]:
     """Run every block of every job; what the blocks returned, per job and in their order."""
     figures: list[list[tuple[float, float]]] = [[] for _ in jobs]
@@ -201,7 +203,8 @@ def _run(
     def run(task: tuple[int, int, int]) -> tuple[float, float] | None:
         index, start, stop = task
         try:
-            return jobs[index].run(writer, start, stop)
+            with device.stream():
+                return jobs[index].run(writer, start, stop)
         except ValueError as error:
             raise ValueError(f"{jobs[index].info.name}: {error}") from error
 
@@ -215,11 +218,15 @@ def _run(
     return figures
 
 
-class _Orders:
-    """Orders and importances where blocks need them, on their device; the last few are kept."""
+class _Device:
+    """Where blocks are quantised: what they need there, and how they get there. The last few orders are kept.
+
+    On a GPU every thread has a stream and a page-locked buffer, so that reading, copying and computing overlap.
+    """
 
     def __init__(self, recipe: Recipe, device: str):
         self.recipe, self.device = recipe, device
+        self._thread = threading.local()
         self.of_input = lru_cache(TABLES_KEPT)(self._of_input)
         self.places = lru_cache(TABLES_KEPT)(self._places)
         self.dense = lru_cache(TABLES_KEPT)(self._dense)
@@ -232,6 +239,24 @@ class _Orders:
         columns = torch.arange(len(importance)) if columns is None else columns
         return columns.to(self.device), importance[columns].to(self.device)
 
+    def stream(self) -> AbstractContextManager:
+        """The thread's own stream; blocks are computed inside it."""
+        if self.device == "cpu":
+            return nullcontext()
+        if not hasattr(self._thread, "stream"):
+            self._thread.stream = torch.cuda.Stream()
+        return torch.cuda.stream(self._thread.stream)
+
+    def read(self, checkpoint: Checkpoint, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+        """Rows of a source tensor, float32 on the device. The thread's last block must be done with."""
+        if self.device == "cpu":
+            return checkpoint.read_rows(info.name, start, stop).float()
+        size = info.size_bytes // info.shape[0] * (stop - start)
+        buffer = getattr(self._thread, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            self._thread.buffer = buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return checkpoint.read_rows(info.name, start, stop, buffer).to(self.device, non_blocking=True).float()
+
     def _places(self, role: Role) -> torch.Tensor | None:
         """Where each source row goes, int64 [N]; None where rows stay."""
         rows = None if self.recipe.permutation is None else self.recipe.permutation.rows(role)
@@ -242,37 +267,37 @@ class _Orders:
         return _fold_orders(self.recipe.permutation, self.recipe, role)[1], self.places(role)
 
 
-def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, orders: _Orders) -> list[_Job]:
+def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, device: _Device) -> list[_Job]:
     role = tensor_role(recipe.family, info.name)
     scheme = recipe.scheme
     if role.kind is Kind.LINEAR and scheme.weights == "int4":
-        return [_int4(checkpoint, info, recipe, role, info.name.removesuffix(".weight"), orders)]
+        return [_int4(checkpoint, info, recipe, role, info.name.removesuffix(".weight"), device)]
     if role.kind is Kind.EMBEDDING:
         if scheme.embedding == "int8":
-            jobs = [_int8_embedding(checkpoint, info, recipe, info.name.removesuffix(".weight"), orders)]
+            jobs = [_int8_embedding(checkpoint, info, recipe, info.name.removesuffix(".weight"), device)]
         else:
-            jobs = [_copied(checkpoint, info, recipe, role, info.name, orders)]
+            jobs = [_copied(checkpoint, info, recipe, role, info.name, device)]
         if recipe.geometry.tied:
-            jobs += _head_of_tied_model(checkpoint, info, recipe, orders)
+            jobs += _head_of_tied_model(checkpoint, info, recipe, device)
         return jobs
     if role.kind is Kind.HEAD and recipe.geometry.tied:
         return [_Job(info, [], {"action": "dropped", "reason": "equal to the tied embedding"}, None)]
     if role.kind is Kind.HEAD and recipe.head == "int4":
-        return [_int4(checkpoint, info, recipe, role, recipe.family.head, orders)]
-    return [_copied(checkpoint, info, recipe, role, info.name, orders)]
+        return [_int4(checkpoint, info, recipe, role, recipe.family.head, device)]
+    return [_copied(checkpoint, info, recipe, role, info.name, device)]
 
 
-def _head_of_tied_model(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, orders: _Orders) -> list[_Job]:
+def _head_of_tied_model(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, device: _Device) -> list[_Job]:
     """A tied model's head is made from the embedding matrix, unless it goes on reading the embedding's own table."""
     role = Role(Kind.HEAD)
     if recipe.head == "int4":
-        return [_int4(checkpoint, info, recipe, role, recipe.family.head, orders)]
+        return [_int4(checkpoint, info, recipe, role, recipe.family.head, device)]
     if recipe.head == "keep" and recipe.scheme.embedding != "keep":
-        return [_copied(checkpoint, info, recipe, role, f"{recipe.family.head}.weight", orders)]
+        return [_copied(checkpoint, info, recipe, role, f"{recipe.family.head}.weight", device)]
     return []
 
 
-def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, module: str, orders: _Orders) -> _Job:
+def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, module: str, device: _Device) -> _Job:
     name = recipe.input_of(role)
     order = recipe.permutation.inputs[name]
     num_rows, outliers = info.shape[0], order.num_outliers
@@ -295,9 +320,9 @@ def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, 
     }
 
     def run(writer: SafetensorsWriter, start: int, stop: int) -> tuple[float, float]:
-        columns, importance = orders.of_input(name)
-        places = orders.places(role)
-        block = checkpoint.read_rows(info.name, start, stop).to(orders.device).float()
+        columns, importance = device.of_input(name)
+        places = device.places(role)
+        block = device.read(checkpoint, info, start, stop)
         kept, rest = block.index_select(1, columns[:outliers]), block.index_select(1, columns[outliers:])
         search = importance[outliers:] if recipe.scheme.scale_search else None
         codes, scales = quantize_int4(rest, group_size, search)
@@ -317,16 +342,16 @@ def _weighted_square(matrix: torch.Tensor, importance: torch.Tensor) -> float:
     return rows.double().square().sum().item()
 
 
-def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, module: str, orders: _Orders) -> _Job:
+def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, module: str, device: _Device) -> _Job:
     specs = [
         TensorSpec(f"{module}.codes", torch.int8, info.shape),
         TensorSpec(f"{module}.scales", SCALE_DTYPE, info.shape[:1]),
     ]
     columns = None if recipe.permutation is None else recipe.permutation.residual()
-    columns = None if columns is None else columns.to(orders.device)
+    columns = None if columns is None else columns.to(device.device)
 
     def run(writer: SafetensorsWriter, start: int, stop: int) -> tuple[float, float]:
-        block = checkpoint.read_rows(info.name, start, stop).to(orders.device).float()
+        block = device.read(checkpoint, info, start, stop)
         block = block if columns is None else block.index_select(1, columns)
         codes, scales = quantize_int8_rows(block)
         writer.write_rows(f"{module}.codes", codes, start)
@@ -337,7 +362,7 @@ def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, mo
     return _Job(info, specs, {"action": "int8", "module": module, "shape": list(info.shape)}, run)
 
 
-def _copied(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, name: str, orders: _Orders) -> _Job:
+def _copied(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, name: str, device: _Device) -> _Job:
     rows, columns = _fold_orders(recipe.permutation, recipe, role)
     moved = rows is not None or columns is not None
     reason = KEPT_REASONS[role.kind]
@@ -347,7 +372,7 @@ def _copied(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role
         if not info.shape:
             writer.write(name, checkpoint.read(info.name))
             return
-        columns, places = orders.dense(role)
+        columns, places = device.dense(role)
         block = checkpoint.read_rows(info.name, start, stop)
         block = block if columns is None else block[:, columns]
         writer.write_rows(name, block, start, None if places is None else places[start:stop])
