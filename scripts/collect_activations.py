@@ -4,7 +4,7 @@ from pathlib import Path
 
 from otf_llm.calibration import calibrate
 from otf_llm.calibration_profile import save_statistics
-from otf_llm.families import Geometry, find_family
+from otf_llm.families import read_config
 from otf_llm.inspection import open_verified
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.sources import locate_checkpoint
@@ -13,9 +13,8 @@ from otf_llm.tokens import load_tokens
 
 with stage(log=snakemake.log[0], threads=snakemake.resources.processors):
     checkpoint = open_verified(locate_checkpoint(snakemake.params.location), Path(snakemake.input.manifest))
-    family = find_family(checkpoint.config)
+    family, geometry = read_config(checkpoint.config)
     tokens, metadata = load_tokens(Path(snakemake.input.tokens))
     model = LayerwiseModel(checkpoint, family, device=pick_device(snakemake.params.device))
-    geometry = Geometry.of(checkpoint.config, family)
     statistics = calibrate(model, geometry, tokens.sequences(), snakemake.params.batch_size)
     save_statistics(Path(snakemake.output[0]), statistics, {"tokens": metadata})

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from otf_llm.families import Geometry, find_family
+from otf_llm.families import read_config
 from otf_llm.inspection import open_verified
 from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import stage
@@ -10,7 +10,6 @@ from otf_llm.weight_statistics import save_weight_statistics, weight_statistics
 
 with stage(log=snakemake.log[0], threads=1):
     checkpoint = open_verified(locate_checkpoint(snakemake.params.location), Path(snakemake.input.manifest))
-    family = find_family(checkpoint.config)
-    geometry = Geometry.of(checkpoint.config, family)
+    family, geometry = read_config(checkpoint.config)
     statistics = weight_statistics(checkpoint, family, geometry, workers=snakemake.resources.processors)
     save_weight_statistics(Path(snakemake.output[0]), statistics)

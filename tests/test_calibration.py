@@ -1,5 +1,6 @@
 """The calibration profile: what plain forward hooks measure, whatever the batches; what a damaged profile says."""
 
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -8,14 +9,15 @@ import torch
 from otf_llm.calibration import calibrate, write_second_moments
 from otf_llm.calibration_profile import ActivationStatistics, load_statistics, save_statistics
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.families import HEAD_INPUT, Geometry, find_family, input_name
+from otf_llm.families import HEAD_INPUT, decoder_linears, input_name, read_config
+from otf_llm.inspection import language_model
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.permutation import channel_statistics, plan_permutation
 from otf_llm.settings import PermutationSettings, SchemeSettings
 from otf_llm.streaming import load_tensors, save_tensors
 from otf_llm.weight_statistics import weight_statistics
 from test_conversion import convert
-from tiny import BOS, EOS, FAMILIES, build_model, byte_tokenizer, logits_of, save_checkpoint
+from tiny import BOS, EOS, FAMILIES, build_model, byte_tokenizer, logits_of, save_checkpoint, separate_experts
 
 # Activations agree to 1e-5 of their own size (see test_layerwise); sums over tokens add no more.
 RELATIVE = 1e-4
@@ -26,10 +28,10 @@ def texts(*lengths, seed=2):
     return [torch.randint(0, 256, (length,), generator=generator) for length in lengths]
 
 
-def opened(folder):
-    checkpoint = Checkpoint.open(folder)
-    family = find_family(checkpoint.config)
-    return LayerwiseModel(checkpoint, family), Geometry.of(checkpoint.config, family)
+def opened(folder, **options):
+    checkpoint = language_model(Checkpoint.open(folder))
+    family, geometry = read_config(checkpoint.config)
+    return LayerwiseModel(checkpoint, family, **options), geometry
 
 
 def profile(folder, sequences, batch_size=1, **options):
@@ -45,7 +47,7 @@ def hooked(folder, sequences):
     """Rows that enter every linear, float64 [n, K] by module name, from transformers' own forward."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = separate_experts(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     rows = {}
 
     def note(name):
@@ -53,7 +55,8 @@ def hooked(folder, sequences):
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear):
+            experts_block = hasattr(module, "experts")
+            if isinstance(module, torch.nn.Linear) or experts_block:
                 hooks.callback(module.register_forward_pre_hook(note(name)).remove)
         for sequence in sequences:
             logits_of(model, sequence[None])
@@ -65,12 +68,21 @@ def rows_by_input(folder, sequences):
     model, geometry = opened(folder)
     rows = hooked(folder, sequences)
     by_input = {HEAD_INPUT: rows.pop("lm_head")}
-    for layer in range(geometry.num_layers):
-        for linear in model.family.linears:
-            name = input_name(model.family, layer, linear.reads)
-            x = rows.pop(f"model.layers.{layer}.{linear.path}")
-            assert torch.equal(by_input.setdefault(name, x), x), f"{linear.path} reads {name} as the others do"
-    assert not rows
+    for module, layer, linear in decoder_linears(model.family, geometry):
+        name = input_name(model.family, layer, linear.reads)
+        if linear.expert is not None and linear.reads.expert is None:  # its share of what the layer's MLP reads
+            rows.pop(module, None)
+            continue
+        if linear.expert is not None:  # without tokens where none was routed to it
+            rows.setdefault(module, torch.zeros(0, geometry.sizes[linear.reads.width]).double())
+        x = rows.pop(module)
+        assert torch.equal(by_input.setdefault(name, x), x), f"{linear.path} reads {name} as the others do"
+    for module in list(rows):
+        gate = re.fullmatch(r"model\.layers\.(\d+)\.(linear_attn\.in_proj_[ab]|mlp)", module)
+        assert gate, module
+        kind = "mlp_input" if gate[2] == "mlp" else "attention_input"
+        x = rows.pop(module)
+        assert torch.equal(by_input.setdefault(f"model.layers.{gate[1]}.{kind}", x), x)
     return by_input
 
 
@@ -93,22 +105,25 @@ def test_statistics_are_what_forward_hooks_measure(tmp_path, family):
         for name, x in rows_by_input(tmp_path, sequences).items()
     }
     statistics = profile(tmp_path, sequences, 2)
-    assert len(statistics) == 2 * 4 + 1
-    assert {stats.token_count for stats in statistics.values()} == {53}
-    assert len(statistics["model.layers.1.mlp_hidden"].abs_sum) == 128
+    layers = {"qwen3_moe": 3, "qwen3_5": 4}.get(family, 2)
+    experts = {"mixtral": 2, "qwen3_moe": 2}.get(family, 0)  # layers with four experts in the place of one MLP
+    assert len(statistics) == layers * 4 + 1 + experts * 3
+    routed = {name for name in statistics if ".experts." in name}
+    assert {stats.token_count for name, stats in statistics.items() if name not in routed} == {53}
+    assert sum(statistics[name].token_count for name in routed) == experts * 2 * 53, "two experts for every token"
     assert_close(statistics, expected)
     for name, stats in statistics.items():
-        assert torch.allclose(stats.mean_abs() * 53, expected[name].abs_sum, rtol=1e-3), name
+        assert torch.allclose(stats.mean_abs() * stats.token_count, expected[name].abs_sum, rtol=1e-3), name
         assert (stats.mean_square() >= stats.mean_abs() ** 2 * (1 - 1e-9)).all(), "E[x²] is at least E[|x|]²"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "qwen3_moe", "qwen3_5"])
 def test_batches_and_padding_change_nothing(tmp_path, family):
     """CAL-05: two texts of 8 and 64 tokens count 72, not 128, and padding joins neither attention nor a sum."""
     saved(tmp_path, family)
     sequences = texts(8, 64)
     alone = profile(tmp_path, sequences)
-    assert {stats.token_count for stats in alone.values()} == {72}
+    assert {stats.token_count for name, stats in alone.items() if ".experts." not in name} == {72}
     for side in ("left", "right"):
         assert_close(profile(tmp_path, sequences, 2, padding_side=side), alone)
 
@@ -220,11 +235,8 @@ def test_overflow_leaves_no_profile(tmp_path, tokens):
     for stats in profile(tmp_path, list(tokens), 2).values():
         assert torch.isfinite(stats.abs_sum).all()
         assert torch.isfinite(stats.square_sum).all()
-    checkpoint = Checkpoint.open(tmp_path)
-    family = find_family(checkpoint.config)
-    narrow = LayerwiseModel(checkpoint, family, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"^model\.layers\.0 gives .* in torch\.float16"):
-        calibrate(narrow, Geometry.of(checkpoint.config, family), list(tokens), 2)
+        calibrate(*opened(tmp_path, dtype=torch.float16), list(tokens), 2)
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float16, 3e3), (torch.float32, 1e20)])
@@ -234,10 +246,7 @@ def test_sums_hold_squares_that_the_models_dtype_cannot(tmp_path, tokens, dtype,
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(factor)
         model.model.layers[1].mlp.down_proj.weight.div_(factor)
-    checkpoint = Checkpoint.open(saved(tmp_path, model=model))
-    family = find_family(checkpoint.config)
-    layerwise = LayerwiseModel(checkpoint, family, dtype=dtype)
-    statistics = calibrate(layerwise, Geometry.of(checkpoint.config, family), list(tokens), 2)
+    statistics = calibrate(*opened(saved(tmp_path, model=model), dtype=dtype), list(tokens), 2)
     stats = statistics["model.layers.1.mlp_hidden"]
     x = rows_by_input(tmp_path, list(tokens))["model.layers.1.mlp_hidden"]
     assert x.abs().max() < torch.finfo(dtype).max < x.square().max()
@@ -254,8 +263,9 @@ def test_no_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_second_moments_are_the_mean_outer_products(tmp_path, batch_size):
-    saved(tmp_path / "model", "qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_second_moments_are_the_mean_outer_products(tmp_path, family, batch_size):
+    saved(tmp_path / "model", family)
     sequences = texts(20, 7, 33, 4)
     path = tmp_path / "deeper" / "moments.safetensors"
     write_second_moments(*opened(tmp_path / "model"), sequences, batch_size, path)
@@ -263,7 +273,7 @@ def test_second_moments_are_the_mean_outer_products(tmp_path, batch_size):
     rows = rows_by_input(tmp_path / "model", sequences)
     assert moments.keys() == rows.keys()
     for name, x in rows.items():
-        expected = x.T @ x / 64
+        expected = x.T @ x / len(x)
         assert moments[name].dtype == torch.float32
         assert moments[name].shape == (x.shape[1], x.shape[1])
         assert (moments[name] - expected).abs().max() <= RELATIVE * expected.abs().max(), name

@@ -15,8 +15,8 @@ from otf_llm.artifact_format import load_manifest, shard_name, verify_files
 from otf_llm.calibration import calibrate
 from otf_llm.checkpoint import Checkpoint, build_manifest
 from otf_llm.conversion import Recipe, convert_shard
-from otf_llm.families import Geometry, find_family, tensor_role
-from otf_llm.inspection import inspect_checkpoint
+from otf_llm.families import find_family, read_config, tensor_role
+from otf_llm.inspection import inspect_checkpoint, language_model
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.modules import Int4Linear, Int8Embedding, Int8TiedHead
 from otf_llm.permutation import channel_statistics, plan_permutation
@@ -29,9 +29,10 @@ assert otf_llm.__version__
 
 def convert(source, folder, scheme):
     """The convert stage on a small checkpoint; returns the recipe and the manifest."""
-    checkpoint = Checkpoint.open(source)
-    family = inspect_checkpoint(checkpoint)
-    geometry = Geometry.of(checkpoint.config, family)
+    opened = Checkpoint.open(source)
+    inspect_checkpoint(opened)
+    checkpoint = language_model(opened)
+    family, geometry = read_config(checkpoint.config)
     permutation = statistics = None
     if scheme.needs_calibration:
         ids = list(torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(1)))
@@ -44,7 +45,7 @@ def convert(source, folder, scheme):
         convert_shard(checkpoint, [shard], recipe, folder / name)
         for shard, name in zip(checkpoint.shards, names, strict=True)
     ]
-    return recipe, merge(checkpoint, recipe, folder, names, reports, build_manifest(checkpoint, family.name, False))
+    return recipe, merge(checkpoint, recipe, folder, names, reports, build_manifest(opened, family.name, False))
 
 
 def dense_logits(source, folder, recipe, tokens):
@@ -59,6 +60,14 @@ def dense_logits(source, folder, recipe, tokens):
         weight = dense_weight(name, stored, recipe)
         if weight is not None:
             module.weight = torch.nn.Parameter(weight, requires_grad=False)
+        if name.endswith(".experts"):  # transformers' own module: gate above up of every expert, and down
+            for expert in range(module.num_experts):
+                parts = [
+                    dense_weight(f"{name}.{expert}.{part}_proj", stored, recipe) for part in ("gate", "up", "down")
+                ]
+                if parts[0] is not None:
+                    module.gate_up_proj.data[expert] = torch.cat(parts[:2])
+                    module.down_proj.data[expert] = parts[2]
     if recipe.head == "tied":
         model.lm_head.weight = model.get_input_embeddings().weight
     return logits_of(model, tokens)
@@ -123,7 +132,7 @@ def test_a_loaded_folder_computes_what_its_stored_tensors_say(tmp_path, tokens, 
     )
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "qwen3_5"])
 def test_every_family_converts_and_loads(tmp_path, tokens, family):
     source = save_checkpoint(tmp_path / "source", build_model(family, tie_word_embeddings=family == "gemma3"))
     recipe, _ = convert(source, tmp_path / "out", SCHEMES["folded"])

@@ -76,7 +76,7 @@ def test_measures_equal_sums_over_full_logits(tmp_path, windows, family):
             weight.add_(torch.randn(weight.shape, generator=generator) * 0.1 * weight.std())
     expected = by_hand(source, model, windows)
     assert 0.0001 < expected[1] < 1
-    assert 0.3 < expected[2] < 1
+    assert 0.1 < expected[2] < 1, "neither equal nor as chance would have it"
     assert_as_by_hand(compare(source, model, windows, tmp_path / "states.safetensors"), expected)
 
 

@@ -48,7 +48,7 @@ def test_every_family_is_recognised_without_a_warning(tmp_path, caplog, family, 
     assert [record for record in caplog.records if record.name.startswith("otf_llm")] == []
 
 
-@pytest.mark.parametrize("architectures", [["MixtralForCausalLM"], ["LlamaModel"], [], None])
+@pytest.mark.parametrize("architectures", [["GptOssForCausalLM"], ["LlamaModel"], [None], [], None])
 def test_other_architectures_are_refused(folder, architectures):
     edit_config(folder, lambda config: config.update(architectures=architectures))
     with pytest.raises(ValueError, match=r"^unsupported architecture: .*; supported: LlamaForCausalLM, "):

@@ -8,6 +8,7 @@ from torch import nn
 
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.families import find_family
+from otf_llm.inspection import language_model
 from otf_llm.layerwise import LayerwiseModel
 from tiny import FAMILIES, VOCAB, build_model, save_checkpoint
 
@@ -18,7 +19,7 @@ TOLERANCE = 1e-5
 
 
 def open_layerwise(folder, **options):
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = language_model(Checkpoint.open(folder))
     return LayerwiseModel(checkpoint, find_family(checkpoint.config), **options)
 
 

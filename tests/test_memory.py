@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from otf_llm.families import Geometry, expected_shapes, find_family
+from otf_llm.families import expected_shapes, read_config
 from otf_llm.files import write_json
 from otf_llm.memory import peak_memory
 
@@ -33,15 +33,14 @@ CONVERT = textwrap.dedent(
     from otf_llm.calibration_profile import ActivationStatistics
     from otf_llm.checkpoint import Checkpoint
     from otf_llm.conversion import Recipe, convert_shard
-    from otf_llm.families import HEAD_INPUT, Geometry, find_family, input_name
+    from otf_llm.families import HEAD_INPUT, decoder_inputs, read_config
     from otf_llm.permutation import ChannelStatistics, plan_permutation
     from otf_llm.settings import SchemeSettings
     from otf_llm.memory import peak_memory
 
     checkpoint = Checkpoint.open(Path(sys.argv[1]))
-    family = find_family(checkpoint.config)
-    geometry = Geometry.of(checkpoint.config, family)
-    widths = {input_name(family, 0, i): geometry.in_features(i.axis) for i in family.inputs}
+    family, geometry = read_config(checkpoint.config)
+    widths = {name: geometry.sizes[i.width] for name, _, i in decoder_inputs(family, geometry)}
     widths[HEAD_INPUT] = geometry.hidden_size
     sums = {name: torch.linspace(1, 2, width, dtype=torch.float64) for name, width in widths.items()}
     statistics = {name: ActivationStatistics(vector, vector, 1) for name, vector in sums.items()}
@@ -59,8 +58,7 @@ CONVERT = textwrap.dedent(
 @pytest.fixture
 def sparse_checkpoint(tmp_path):
     """One layer, embedding and head of a 70B model: 5.9 GB of zeros that take no room on disk."""
-    family = find_family(CONFIG)
-    shapes = expected_shapes(family, Geometry.of(CONFIG, family))
+    shapes = expected_shapes(*read_config(CONFIG))
     header, offset = {}, 0
     for name, shape in shapes.items():
         size = 2 * shape[0] * (shape[1] if len(shape) == 2 else 1)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from otf_llm.calibration import calibrate
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.conversion import Recipe, check_foldable, fold_tensor
-from otf_llm.families import HEAD_INPUT, Geometry, find_family, tensor_role
+from otf_llm.families import HEAD_INPUT, read_config, tensor_role
+from otf_llm.inspection import language_model
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.permutation import (
     ChannelStatistics,
@@ -20,15 +21,14 @@ from otf_llm.permutation import (
 )
 from otf_llm.settings import PermutationSettings, SchemeSettings
 from otf_llm.weight_statistics import weight_statistics
-from tiny import build_model, logits_of, save_checkpoint
+from tiny import build_model, logits_of, save_checkpoint, separate_experts
 
 ALL_FOLDS = ("residual", "intermediate", "value")
 
 
 def plan(folder, settings, seed=0):
-    checkpoint = Checkpoint.open(folder)
-    family = find_family(checkpoint.config)
-    geometry = Geometry.of(checkpoint.config, family)
+    checkpoint = language_model(Checkpoint.open(folder))
+    family, geometry = read_config(checkpoint.config)
     ids = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(seed))
     activations = calibrate(LayerwiseModel(checkpoint, family), geometry, list(ids), batch_size=2)
     statistics = channel_statistics(activations, weight_statistics(checkpoint, family, geometry))
@@ -43,6 +43,7 @@ def folded_logits(folder, settings, tokens):
     _, recipe = plan(folder, settings)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     expected = logits_of(model, tokens)
+    model = separate_experts(model)
     state = {}
     for name, tensor in model.state_dict().items():
         state[name] = fold_tensor(recipe.permutation, recipe, name, tensor.clone())
@@ -59,7 +60,7 @@ def folded_logits(folder, settings, tokens):
     return expected, logits_of(model, tokens), moved
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe", "qwen3_5"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_folding_every_axis_keeps_the_logits(tmp_path, tokens, family, tied):
     model = build_model(family, tie_word_embeddings=tied)

@@ -13,6 +13,29 @@ FAMILIES = {
     "qwen2": ("Qwen2Config", {}),
     "qwen3": ("Qwen3Config", {}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5TextConfig",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 12,
+            "linear_num_value_heads": 4,
+            "linear_value_head_dim": 20,
+            "linear_conv_kernel_dim": 4,
+        },
+    ),
 }
 
 
@@ -41,9 +64,8 @@ def build_model(family="llama", *, seed=0, **overrides):
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # norms and biases that would hide a wrong order if they were constant
-                parameter.copy_(
-                    torch.rand_like(parameter) + (-0.5 if "gemma" in family or "bias" in parameter_name else 0.5)
-                )
+                around_zero = family in ("gemma3", "qwen3_5") or "bias" in parameter_name  # their norms add one
+                parameter.copy_(torch.rand_like(parameter) + (-0.5 if around_zero else 0.5))
             elif "embed" not in parameter_name:
                 parameter.mul_(3)
     return model
@@ -86,6 +108,24 @@ def _byte_letters() -> list[str]:
             letters.append(chr(256 + extra))
             extra += 1
     return letters
+
+
+@torch.no_grad()
+def separate_experts(model):
+    """The same model with every expert's weights in linears of its own; a model without experts as it is."""
+    from otf_llm.experts import split_experts
+
+    fused = model.state_dict()
+    split_experts(model)
+    for name, parameter in model.named_parameters():
+        layer, _, path = name.partition(".mlp.experts.")
+        if path:
+            expert, projection, _ = path.split(".")
+            stack = fused[f"{layer}.mlp.experts.{'down_proj' if projection == 'down_proj' else 'gate_up_proj'}"]
+            matrix = stack[int(expert)]
+            half = matrix.shape[0] // 2
+            parameter.copy_({"gate_proj": matrix[:half], "up_proj": matrix[half:], "down_proj": matrix}[projection])
+    return model
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ CATEGORIES = (CODES, SCALES, FP16_COLUMNS, DENSE, EMBEDDING, OTHER)
 
 # Last part of an INT4 output's name -> what it holds.
 INT4_PARTS = {"codes": CODES, "scales": SCALES, "outliers": FP16_COLUMNS}
-DENSE_KINDS = {Kind.LINEAR: DENSE, Kind.HEAD: DENSE, Kind.EMBEDDING: EMBEDDING}
+DENSE_KINDS = {Kind.LINEAR: DENSE, Kind.EXPERTS: DENSE, Kind.HEAD: DENSE, Kind.EMBEDDING: EMBEDDING}
 
 # More than a safetensors header says of one tensor besides its name (dtype, dimensions, two offsets, punctuation), or
 # of none: what a converted file has beyond that is no header.
@@ -126,7 +126,7 @@ def bits_per_weight(manifest: dict) -> float:
     Scales, FP16 columns and the padding of odd rows count; a linear that was kept counts its dtype's width.
     Raises ValueError for a manifest without decoder linears.
     """
-    linears = [tensor for tensor in stored_tensors(manifest) if tensor.role.kind is Kind.LINEAR]
+    linears = [tensor for tensor in stored_tensors(manifest) if tensor.role.kind in (Kind.LINEAR, Kind.EXPERTS)]
     if not linears:
         raise ValueError(f"the manifest of a {manifest_family(manifest).name} model lists no decoder linear")
     return 8 * sum(tensor.size_bytes for tensor in linears) / sum(tensor.num_weights for tensor in linears)

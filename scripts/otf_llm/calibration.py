@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from otf_llm.calibration_profile import ActivationStatistics
-from otf_llm.families import HEAD_INPUT, Family, Geometry, input_name
+from otf_llm.experts import Experts
+from otf_llm.families import HEAD_INPUT, Family, Geometry, LinearInput, decoder_inputs, input_name
 from otf_llm.layerwise import Batch, LayerwiseModel
 from otf_llm.streaming import SafetensorsWriter, TensorSpec
 
@@ -51,18 +52,16 @@ def calibrate(
     """
     if not sequences:
         raise ValueError("calibration needs at least one sequence of tokens")
-    sums: dict[str, _Sums] = {}
+    sums = {name: _Sums(width) for name, width in _widths(model.family, geometry).items()}
 
     def watch(index: int, layer: torch.nn.Module, batch: Batch):
-        def add(name, linear_input, activation):
-            total = sums.setdefault(name, _Sums(geometry.in_features(linear_input.axis)))
-            total.add(activation[batch.real])
+        def add(name: str, activation: torch.Tensor) -> None:
+            sums[name].add(activation)
 
-        return _hooks(model.family, index, layer, add)
+        return _hooks(model.family, geometry, index, layer, batch.real, add)
 
     batches = model.prepare(sequences, batch_size, padding_side)
     model.run(batches, watch)
-    sums[HEAD_INPUT] = _Sums(geometry.hidden_size)
     for batch in batches:
         sums[HEAD_INPUT].add(batch.hidden[batch.real])
     return {name: ActivationStatistics(s.abs_sum, s.square_sum, s.token_count) for name, s in sums.items()}
@@ -72,53 +71,67 @@ def write_second_moments(
     model: LayerwiseModel, geometry: Geometry, sequences: list[torch.Tensor], batch_size: int, path: Path
 ) -> None:
     """Write E[x xᵀ], float32 [K, K], of every decoder input and the head's, one layer held at a time."""
-    family = model.family
-    widths = {
-        input_name(family, layer, i): geometry.in_features(i.axis)
-        for layer in range(geometry.num_layers)
-        for i in family.inputs
-    } | {HEAD_INPUT: geometry.hidden_size}
+    widths = _widths(model.family, geometry)
     sums: dict[str, torch.Tensor] = {}
-    tokens = sum(len(sequence) for sequence in sequences)
+    counts: dict[str, int] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     specs = [TensorSpec(name, torch.float32, (width, width)) for name, width in widths.items()]
     with SafetensorsWriter(path, specs) as writer:
 
         def flush() -> None:
             for name in list(sums):
-                writer.write(name, (sums.pop(name) / tokens).float().cpu())
+                writer.write(name, (sums.pop(name) / max(counts.pop(name), 1)).float().cpu())
+                widths.pop(name)
+
+        def add(name: str, activation: torch.Tensor) -> None:
+            x = activation.double()
+            sums[name] = sums.get(name, 0) + x.T @ x
+            counts[name] = counts.get(name, 0) + len(x)
 
         def watch(index: int, layer: torch.nn.Module, batch: Batch):
             if batch is batches[0]:
                 flush()
-
-            def add(name, linear_input, activation):
-                x = activation[batch.real].double()
-                sums[name] = sums.get(name, 0) + x.T @ x
-
-            return _hooks(family, index, layer, add)
+            return _hooks(model.family, geometry, index, layer, batch.real, add)
 
         batches = model.prepare(sequences, batch_size)
         model.run(batches, watch)
-        flush()
         for batch in batches:
-            x = batch.hidden[batch.real].double()
-            sums[HEAD_INPUT] = sums.get(HEAD_INPUT, 0) + x.T @ x
+            add(HEAD_INPUT, batch.hidden[batch.real])
         flush()
+        for name, width in widths.items():  # experts that no token was routed to
+            writer.write(name, torch.zeros(width, width))
+
+
+def _widths(family: Family, geometry: Geometry) -> dict[str, int]:
+    """Channels of every linear input of the model, by its global name."""
+    widths = {name: geometry.sizes[i.width] for name, _, i in decoder_inputs(family, geometry)}
+    return widths | {HEAD_INPUT: geometry.hidden_size}
 
 
 @contextmanager
-def _hooks(family: Family, index: int, layer: torch.nn.Module, add):
-    """Call ``add(input name, input, activation [B, T, K])`` for each linear input while the layer runs."""
-    handles = []
-    for linear_input in family.inputs:
-        reader = layer.get_submodule(family.readers(linear_input)[0].path)
+def _hooks(family: Family, geometry: Geometry, index: int, layer: torch.nn.Module, real: torch.Tensor, add):
+    """Call ``add(input name, activation [n, K])`` with the real tokens of each linear input while the layer runs.
+
+    Experts get no padding: what they see is of real tokens only.
+    """
+
+    def watcher(linear_input: LinearInput):
         name = input_name(family, index, linear_input)
+        if linear_input.expert is None:
+            return lambda _module, arguments: add(name, arguments[0][real])
+        return lambda _module, arguments: add(name, arguments[0])
 
-        def hook(_module, arguments, name=name, linear_input=linear_input):
-            add(name, linear_input, arguments[0])
+    def route_no_padding(experts: Experts, arguments):
+        x, top_k_index, top_k_weights = arguments
+        return x, top_k_index.masked_fill(~real.reshape(-1, 1), len(experts)), top_k_weights
 
-        handles.append(reader.register_forward_pre_hook(hook))
+    handles = [
+        layer.get_submodule(linear_input.seen_by).register_forward_pre_hook(watcher(linear_input))
+        for linear_input in geometry.layers[index].inputs
+    ]
+    for module in layer.modules():
+        if isinstance(module, Experts):
+            handles.append(module.register_forward_pre_hook(route_no_padding))
     try:
         yield
     finally:

@@ -30,8 +30,8 @@ from otf_llm.families import (
     Geometry,
     Kind,
     Role,
-    find_family,
     input_name,
+    read_config,
     tensor_role,
     unknown_tensors,
 )
@@ -53,6 +53,8 @@ KEPT_REASONS = {
     Kind.BIAS: "a bias",
     Kind.NORM: "a norm",
     Kind.HEAD_NORM: "a norm",
+    Kind.GATE: "a gate or router, small and sensitive",
+    Kind.STATE: "a convolution or decay of linear attention",
     Kind.BUFFER: "a buffer",
     Kind.UNKNOWN: "not in the family's table",
 }
@@ -85,8 +87,7 @@ class Recipe:
         Raises ValueError where the scheme does not suit the model: a head to be tied that is not, or a residual fold
         with tensors outside the family's table.
         """
-        family = find_family(checkpoint.config)
-        geometry = Geometry.of(checkpoint.config, family)
+        family, geometry = read_config(checkpoint.config)
         permutation = statistics = None
         if scheme.needs_calibration:
             permutation, statistics = Permutation.load(calibrated[0]), {}
@@ -284,7 +285,9 @@ def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, device: _Dev
         return [_Job(info, [], {"action": "dropped", "reason": "equal to the tied embedding"}, None)]
     if role.kind is Kind.HEAD and recipe.head == "int4":
         return [_int4(checkpoint, info, recipe, role, recipe.family.head, device)]
-    return [_copied(checkpoint, info, recipe, role, info.name, device)]
+    if role.kind is Kind.LEFT_OUT:
+        return [_Job(info, [], {"action": "dropped", "reason": "not of the language model"}, None)]
+    return [_copied(checkpoint, info, recipe, role, recipe.family.saved_name(info.name), device)]
 
 
 def _head_of_tied_model(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, device: _Device) -> list[_Job]:
@@ -387,7 +390,7 @@ def _fold_orders(
     if permutation is None:
         return None, None
     columns = None
-    if role.kind in (Kind.EMBEDDING, Kind.HEAD):
+    if role.kind in (Kind.EMBEDDING, Kind.HEAD, Kind.GATE):
         columns = permutation.residual()
     elif role.kind is Kind.LINEAR:
         columns = permutation.folded_columns(recipe.input_of(role))

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from otf_llm.artifact_format import verify_files
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.families import Geometry, find_family
+from otf_llm.families import language_model_config, read_config
 from otf_llm.files import read_json_object, write_json
 from otf_llm.inspection import open_verified
 from otf_llm.modules import packed_modules
@@ -51,12 +51,21 @@ class Fidelity:
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
-    """A source or converted folder as a transformers model in evaluation mode."""
-    from transformers import AutoModelForCausalLM
+    """The language model of a source or converted folder in evaluation mode.
+
+    Raises ValueError naming weights that the folder lacks: transformers would give them random values.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     import otf_llm  # noqa: F401  (its import makes converted folders loadable)
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+    tied = language_model_config(read_json_object(folder / "config.json")).get("tie_word_embeddings")
+    if tied is not None:  # a multimodal checkpoint may say it of the whole model only
+        config.tie_word_embeddings = tied
+    model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+    if info["missing_keys"]:
+        raise ValueError(f"{folder} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}")
     return model.to(device).eval().requires_grad_(False)
 
 
@@ -258,9 +267,8 @@ def _write_report(
 
 def source_head(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> nn.Linear:
     """The source's head alone: ``lm_head``, or the embedding matrix that it is tied to."""
-    family = find_family(checkpoint.config)
-    tied = Geometry.of(checkpoint.config, family).tied
-    weight = checkpoint.read(f"{family.embedding if tied else family.head}.weight")
+    family, geometry = read_config(checkpoint.config)
+    weight = checkpoint.read(f"{family.embedding if geometry.tied else family.head}.weight")
     head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     head.weight = nn.Parameter(weight.to(device, dtype), requires_grad=False)
     return head

@@ -1,23 +1,29 @@
 """Model families as tables: what each linear reads, what its rows are, and which axes may be permuted.
 
-A decoder layer has four linear *inputs*; linears that read the same input share one channel order and one outlier set.
-An *axis* names the channels that a tensor dimension runs over. Three axes can be reordered offline without changing the
-model's function, because every producer and consumer of their channels is a plain weight:
+A decoder layer is a *mixer* (attention of some kind) and an *MLP* (dense, or experts behind a router). Their linears
+read a few *inputs*; linears that read the same input share one channel order and one outlier set. An *axis* names the
+channels that a tensor dimension runs over. Three axes can be reordered offline without changing the model's function,
+because every producer and consumer of their channels is a plain weight:
 
 - ``residual``: the hidden size, one order for the whole model (embedding and head columns, norm weights, o/down rows);
-- ``intermediate``: the MLP's hidden channels, one order per layer (gate and up rows, down columns);
+- ``intermediate``: an MLP's hidden channels, one order per MLP or expert (gate and up rows, down columns);
 - ``value``: the value heads' channels, one order inside each key/value head (v rows, o columns of every query head
   that attends to it).
 
-Query and key rows are rotated in pairs by RoPE and stay where they are.
+Query and key rows are rotated in pairs by RoPE and stay where they are, as does all that passes a gate or a
+convolution.
+
+Names are those of transformers' own modules, with every expert a module of its own; ``Family.renames`` brings the names
+that checkpoints use to them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cached_property, lru_cache
 
 
 class Axis(StrEnum):
@@ -32,72 +38,257 @@ class Axis(StrEnum):
 FOLDABLE_AXES = (Axis.RESIDUAL, Axis.INTERMEDIATE, Axis.VALUE)
 
 
+class Kind(StrEnum):
+    """What a checkpoint tensor is to the pipeline."""
+
+    LINEAR = "linear"
+    BIAS = "bias"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    HEAD_NORM = "head_norm"
+    GATE = "gate"
+    STATE = "state"
+    EXPERTS = "experts"
+    BUFFER = "buffer"
+    LEFT_OUT = "left_out"
+    UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True)
 class LinearInput:
-    """An activation that one or more linears of a decoder layer read, with the axis of its channels."""
+    """An activation that one or more linears of a decoder layer read.
+
+    ``axis`` is that of its channels, ``width`` names their number (`Geometry.sizes`), ``seen_by`` is a module of the
+    layer whose first argument it is. An expert's own input is of the tokens that are routed to that expert.
+    """
 
     name: str
     axis: Axis
+    width: str
+    seen_by: str
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear of a decoder layer: module path inside the layer, the input it reads, the axis of its output rows."""
+    """A linear of a decoder layer: module path inside the layer, the input it reads, axis and number of output rows."""
 
     path: str
     reads: LinearInput
     rows: Axis
+    height: str
+    expert: int | None = None
 
 
-ATTENTION_INPUT = LinearInput("attention_input", Axis.RESIDUAL)
-ATTENTION_OUTPUT = LinearInput("attention_output", Axis.VALUE)
-MLP_INPUT = LinearInput("mlp_input", Axis.RESIDUAL)
-MLP_HIDDEN = LinearInput("mlp_hidden", Axis.INTERMEDIATE)
+@dataclass(frozen=True)
+class Dense:
+    """A tensor of a decoder layer that is never quantised: its name inside the layer, its kind, its sizes by name."""
+
+    name: str
+    kind: Kind
+    shape: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A mixer or an MLP. ``experts`` are the linears of one expert, with {expert} for its number."""
+
+    linears: tuple[Linear, ...] = ()
+    dense: tuple[Dense, ...] = ()
+    experts: tuple[Linear, ...] = ()
+
+
+EXPERT = "{expert}"
 HEAD_INPUT = "head_input"
 
-DECODER_LINEARS = (
-    Linear("self_attn.q_proj", ATTENTION_INPUT, Axis.FIXED),
-    Linear("self_attn.k_proj", ATTENTION_INPUT, Axis.FIXED),
-    Linear("self_attn.v_proj", ATTENTION_INPUT, Axis.VALUE),
-    Linear("self_attn.o_proj", ATTENTION_OUTPUT, Axis.RESIDUAL),
-    Linear("mlp.gate_proj", MLP_INPUT, Axis.INTERMEDIATE),
-    Linear("mlp.up_proj", MLP_INPUT, Axis.INTERMEDIATE),
-    Linear("mlp.down_proj", MLP_HIDDEN, Axis.RESIDUAL),
-)
+
+def attention(*, head_norms: bool = False, gated: bool = False) -> Block:
+    """Softmax attention; ``head_norms``: queries and keys are normed; ``gated``: q_proj also holds an output gate.
+
+    A gated output is multiplied channel by channel by rows of q_proj, so its channels stay where they are.
+    """
+    reads = LinearInput("attention_input", Axis.RESIDUAL, "hidden", "self_attn.q_proj")
+    value = Axis.FIXED if gated else Axis.VALUE
+    output = LinearInput("attention_output", value, "query", "self_attn.o_proj")
+    return Block(
+        linears=(
+            Linear("self_attn.q_proj", reads, Axis.FIXED, "gated_query" if gated else "query"),
+            Linear("self_attn.k_proj", reads, Axis.FIXED, "key_value"),
+            Linear("self_attn.v_proj", reads, value, "key_value"),
+            Linear("self_attn.o_proj", output, Axis.RESIDUAL, "hidden"),
+        ),
+        dense=tuple(
+            Dense(f"self_attn.{norm}.weight", Kind.HEAD_NORM, ("head_dim",))
+            for norm in ("q_norm", "k_norm")
+            if head_norms
+        ),
+    )
+
+
+def gated_mlp() -> Block:
+    """down(act(gate(x)) * up(x))."""
+    reads = LinearInput("mlp_input", Axis.RESIDUAL, "hidden", "mlp.gate_proj")
+    hidden = LinearInput("mlp_hidden", Axis.INTERMEDIATE, "intermediate", "mlp.down_proj")
+    return Block(
+        linears=(
+            Linear("mlp.gate_proj", reads, Axis.INTERMEDIATE, "intermediate"),
+            Linear("mlp.up_proj", reads, Axis.INTERMEDIATE, "intermediate"),
+            Linear("mlp.down_proj", hidden, Axis.RESIDUAL, "hidden"),
+        )
+    )
+
+
+def routed_experts() -> Block:
+    """A router and experts, each a gated MLP. All of them read one input, so they share its order and outliers."""
+    expert = f"mlp.experts.{EXPERT}"
+    reads = LinearInput("mlp_input", Axis.RESIDUAL, "hidden", "mlp")
+    hidden = LinearInput(
+        f"experts.{EXPERT}.mlp_hidden", Axis.INTERMEDIATE, "expert_intermediate", f"{expert}.down_proj"
+    )
+    return Block(
+        dense=(Dense("mlp.gate.weight", Kind.GATE, ("num_experts", "hidden")),),
+        experts=(
+            Linear(f"{expert}.gate_proj", reads, Axis.INTERMEDIATE, "expert_intermediate"),
+            Linear(f"{expert}.up_proj", reads, Axis.INTERMEDIATE, "expert_intermediate"),
+            Linear(f"{expert}.down_proj", hidden, Axis.RESIDUAL, "hidden"),
+        ),
+    )
+
+
+def gated_delta_net() -> Block:
+    """Linear attention by the gated delta rule (Yang et al. 2024, "Gated Delta Networks").
+
+    Its two small projections, which decide what a state keeps and forgets, stay dense, as do convolution and decays.
+    """
+    reads = LinearInput("attention_input", Axis.RESIDUAL, "hidden", "linear_attn.in_proj_qkv")
+    output = LinearInput("attention_output", Axis.FIXED, "delta_value", "linear_attn.out_proj")
+    return Block(
+        linears=(
+            Linear("linear_attn.in_proj_qkv", reads, Axis.FIXED, "delta_qkv"),
+            Linear("linear_attn.in_proj_z", reads, Axis.FIXED, "delta_value"),
+            Linear("linear_attn.out_proj", output, Axis.RESIDUAL, "hidden"),
+        ),
+        dense=(
+            Dense("linear_attn.in_proj_b.weight", Kind.GATE, ("delta_heads", "hidden")),
+            Dense("linear_attn.in_proj_a.weight", Kind.GATE, ("delta_heads", "hidden")),
+            Dense("linear_attn.conv1d.weight", Kind.STATE, ("delta_qkv", "one", "delta_kernel")),
+            Dense("linear_attn.dt_bias", Kind.STATE, ("delta_heads",)),
+            Dense("linear_attn.A_log", Kind.STATE, ("delta_heads",)),
+            Dense("linear_attn.norm.weight", Kind.HEAD_NORM, ("delta_value_head",)),
+        ),
+    )
+
+
+ATTENTION, MLP, EXPERTS, LINEAR_ATTENTION = "attention", "mlp", "experts", "linear_attention"
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
-HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+DENSE_DECODER = {ATTENTION: attention(), MLP: gated_mlp()}
+NORMED_DECODER = {ATTENTION: attention(head_norms=True), MLP: gated_mlp()}
+
+
+def _plain_layers(config: dict, layer: int) -> tuple[str, str]:
+    return ATTENTION, MLP
+
+
+def _mixtral_layers(config: dict, layer: int) -> tuple[str, str]:
+    return ATTENTION, EXPERTS
+
+
+def _qwen3_moe_layers(config: dict, layer: int) -> tuple[str, str]:
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    if not isinstance(dense, list) or type(step) is not int or step < 1:
+        raise ValueError(f"config.json: mlp_only_layers {dense!r} or decoder_sparse_step {step!r} is not valid")
+    return ATTENTION, EXPERTS if layer not in dense and (layer + 1) % step == 0 else MLP
+
+
+def _qwen3_5_layers(config: dict, layer: int) -> tuple[str, str]:
+    kinds, interval = config.get("layer_types"), config.get("full_attention_interval", 4)
+    if kinds is None:
+        if type(interval) is not int or interval < 1:
+            raise ValueError(f"config.json: full_attention_interval {interval!r} is not valid")
+        return ATTENTION if (layer + 1) % interval == 0 else LINEAR_ATTENTION, MLP
+    known = {"full_attention": ATTENTION, "linear_attention": LINEAR_ATTENTION}
+    if not isinstance(kinds, list) or len(kinds) != config["num_hidden_layers"] or not set(kinds) <= set(known):
+        raise ValueError(f"config.json: layer_types must name one of {', '.join(known)} per layer, found {kinds!r}")
+    return known[kinds[layer]], MLP
 
 
 @dataclass(frozen=True)
 class Family:
     """One row of the family table.
 
-    ``norms`` are the per-layer vectors over the residual axis, ``head_norms`` vectors over a head's dimensions (never
-    permuted), ``tied_by_default`` what an absent ``tie_word_embeddings`` means in that family's configuration
-    class, ``defaults`` what other absent sizes are there.
+    ``blocks`` are the mixers and MLPs that its layers are made of, ``kinds(config, layer)`` names the two of a layer.
+    ``norms`` are the per-layer vectors over the residual axis, ``tied_by_default`` what an absent
+    ``tie_word_embeddings`` means in that family's configuration class, ``defaults`` what other absent sizes are there,
+    ``sizes`` further sizes and their keys in the configuration, ``aliases`` other names of such keys. ``multimodal`` is
+    an architecture whose language model this is, ``left_out`` what of it does not belong to that. ``renames`` are
+    (pattern, replacement) from stored names to the modules', and ``saved_as`` from the modules' to those under which
+    transformers finds weights that stay dense.
     """
 
     name: str
     architecture: str
-    linears: tuple[Linear, ...] = DECODER_LINEARS
+    blocks: Mapping[str, Block] = field(default_factory=lambda: DENSE_DECODER)
+    kinds: Callable[[dict, int], tuple[str, str]] = _plain_layers
     norms: tuple[str, ...] = PRE_NORMS
-    head_norms: tuple[str, ...] = ()
     tied_by_default: bool = False
     defaults: tuple[tuple[str, int], ...] = ()
+    sizes: tuple[tuple[str, str], ...] = ()
+    aliases: tuple[tuple[str, str], ...] = ()
+    multimodal: str | None = None
+    left_out: tuple[str, ...] = ()
+    renames: tuple[tuple[str, str], ...] = ()
+    saved_as: tuple[tuple[str, str], ...] = ()
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     head: str = "lm_head"
 
     @property
-    def inputs(self) -> tuple[LinearInput, ...]:
-        """The distinct inputs of a decoder layer, in the order of the linears that read them."""
-        return tuple(dict.fromkeys(linear.reads for linear in self.linears))
+    def architectures(self) -> tuple[str, ...]:
+        """The names under which ``config.json`` may call it."""
+        return (self.architecture,) if self.multimodal is None else (self.architecture, self.multimodal)
 
-    def readers(self, linear_input: LinearInput) -> tuple[Linear, ...]:
-        """The linears that read ``linear_input``."""
-        return tuple(linear for linear in self.linears if linear.reads == linear_input)
+    def module_name(self, stored: str) -> str:
+        """The name of a stored tensor in the module tree."""
+        for pattern, replacement in self.renames:
+            stored = re.sub(pattern, replacement, stored)
+        return stored
 
+    def saved_name(self, name: str) -> str:
+        """The name under which transformers finds a weight of the module tree that stays dense."""
+        for pattern, replacement in self.saved_as:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    @cached_property
+    def templates(self) -> tuple[Linear, ...]:
+        """The linears of all blocks, an expert's with {expert} for its number."""
+        return tuple(linear for block in self.blocks.values() for linear in (*block.linears, *block.experts))
+
+    def position(self, linear: Linear) -> tuple[int, int]:
+        """Where a linear stands in its layer: experts by number, their projections as in the table."""
+        if linear.expert is None:
+            return -1, self.templates.index(linear)
+        paths = [template.path for template in self.templates]
+        return linear.expert, paths.index(linear.path.replace(f".{linear.expert}.", f".{EXPERT}."))
+
+    @cached_property
+    def _in_layer(self) -> dict[str, tuple[Kind, Linear | None]]:
+        """What a tensor of a layer is, by its name inside the layer."""
+        found: dict[str, tuple[Kind, Linear | None]] = {
+            dense.name: (dense.kind, None) for block in self.blocks.values() for dense in block.dense
+        }
+        found |= {f"{norm}.weight": (Kind.NORM, None) for norm in self.norms}
+        for linear in self.templates:
+            found |= {f"{linear.path}.weight": (Kind.LINEAR, linear), f"{linear.path}.bias": (Kind.BIAS, linear)}
+        if any(block.experts for block in self.blocks.values()):
+            found |= dict.fromkeys(FUSED_EXPERTS, (Kind.EXPERTS, None))
+        return found
+
+
+# Experts of a layer in one tensor, as transformers holds them in memory: name -> parts of [E, parts * rows, columns].
+FUSED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 
 FAMILIES = (
     Family("llama", "LlamaForCausalLM"),
@@ -106,16 +297,73 @@ FAMILIES = (
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
-        head_norms=HEAD_NORMS,
+        blocks=NORMED_DECODER,
         defaults=(("num_key_value_heads", 32), ("head_dim", 128)),
     ),
     Family(
         "gemma3",
         "Gemma3ForCausalLM",
+        blocks=NORMED_DECODER,
         norms=(*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        head_norms=HEAD_NORMS,
         tied_by_default=True,
         defaults=(("num_key_value_heads", 4), ("head_dim", 256)),
+    ),
+    Family(
+        "mixtral",
+        "MixtralForCausalLM",
+        blocks={ATTENTION: attention(), EXPERTS: routed_experts()},
+        kinds=_mixtral_layers,
+        defaults=(("num_key_value_heads", 8), ("num_local_experts", 8)),
+        sizes=(("num_experts", "num_local_experts"), ("expert_intermediate", "intermediate_size")),
+        renames=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"(\.mlp\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
+            (r"(\.mlp\.experts\.\d+)\.w3\.", r"\1.up_proj."),
+            (r"(\.mlp\.experts\.\d+)\.w2\.", r"\1.down_proj."),
+        ),
+        saved_as=(
+            (r"\.mlp\.(experts\.\d+)\.gate_proj\.", r".block_sparse_moe.\1.w1."),
+            (r"\.mlp\.(experts\.\d+)\.up_proj\.", r".block_sparse_moe.\1.w3."),
+            (r"\.mlp\.(experts\.\d+)\.down_proj\.", r".block_sparse_moe.\1.w2."),
+        ),
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        blocks={ATTENTION: attention(head_norms=True), MLP: gated_mlp(), EXPERTS: routed_experts()},
+        kinds=_qwen3_moe_layers,
+        defaults=(("num_key_value_heads", 4), ("num_experts", 128), ("moe_intermediate_size", 768)),
+        sizes=(("num_experts", "num_experts"), ("expert_intermediate", "moe_intermediate_size")),
+        aliases=(("num_local_experts", "num_experts"),),
+    ),
+    Family(
+        "qwen3_5",
+        "Qwen3_5ForCausalLM",
+        blocks={
+            ATTENTION: attention(head_norms=True, gated=True),
+            LINEAR_ATTENTION: gated_delta_net(),
+            MLP: gated_mlp(),
+        },
+        kinds=_qwen3_5_layers,
+        defaults=(
+            ("num_key_value_heads", 4),
+            ("head_dim", 256),
+            ("linear_num_key_heads", 16),
+            ("linear_key_head_dim", 128),
+            ("linear_num_value_heads", 32),
+            ("linear_value_head_dim", 128),
+            ("linear_conv_kernel_dim", 4),
+        ),
+        sizes=(
+            ("delta_key_heads", "linear_num_key_heads"),
+            ("delta_key_head", "linear_key_head_dim"),
+            ("delta_heads", "linear_num_value_heads"),
+            ("delta_value_head", "linear_value_head_dim"),
+            ("delta_kernel", "linear_conv_kernel_dim"),
+        ),
+        multimodal="Qwen3_5ForConditionalGeneration",
+        left_out=("model.visual.",),
+        renames=((r"^model\.language_model\.", "model."),),
     ),
 )
 
@@ -129,31 +377,76 @@ def find_family(config: dict) -> Family:
     if not isinstance(architectures, list):
         raise ValueError(f"config.json: architectures must be a list, found {architectures!r}")
     for family in FAMILIES:
-        if architectures == [family.architecture]:
+        if len(architectures) == 1 and architectures[0] in family.architectures:
             return family
-    supported = ", ".join(family.architecture for family in FAMILIES)
+    names = [name for family in FAMILIES for name in family.architectures]
     found = ", ".join(map(str, architectures)) or f"none given (model_type {config.get('model_type')!r})"
-    raise ValueError(f"unsupported architecture: {found}; supported: {supported}")
+    raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(names)}")
+
+
+def language_model_config(config: dict) -> dict:
+    """The configuration of a multimodal checkpoint's language model by itself; any other configuration as it is.
+
+    Raises ValueError where a multimodal configuration has no ``text_config``.
+    """
+    family = find_family(config)
+    if config["architectures"] != [family.multimodal]:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"config.json: {family.multimodal} without a text_config, found {text!r}")
+    outer = {key: config[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in config}
+    tied = [part["tie_word_embeddings"] for part in (text, config) if part.get("tie_word_embeddings") is not None]
+    inner = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
+    return outer | inner | {"architectures": [family.architecture]} | ({"tie_word_embeddings": tied[0]} if tied else {})
+
+
+def read_config(config: dict) -> tuple[Family, Geometry]:
+    """Family and sizes of the language model that a ``config.json`` describes; raises ValueError as the two do."""
+    family = find_family(config)
+    return family, Geometry.of(language_model_config(config), family)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a decoder layer is made of, every expert spelt out."""
+
+    linears: tuple[Linear, ...]
+    dense: tuple[Dense, ...]
+
+    @cached_property
+    def inputs(self) -> tuple[LinearInput, ...]:
+        """The distinct inputs, in the order of the linears that read them."""
+        return tuple(dict.fromkeys(linear.reads for linear in self.linears))
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of a decoder, read from ``config.json``; an explicit ``head_dim`` wins over hidden_size / heads."""
+    """Sizes of a decoder, read from ``config.json``; an explicit ``head_dim`` wins over hidden_size / heads.
+
+    ``sizes`` has every size that the family table names, ``layers`` what each layer is made of.
+    """
 
     hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     tied: bool
+    sizes: Mapping[str, int]
+    layers: tuple[Layer, ...]
 
     @classmethod
     def of(cls, config: dict, family: Family) -> Geometry:
         """Read the sizes; raises ValueError naming a missing key or head counts that do not divide."""
+        config = dict(config)
+        for alias, key in family.aliases:
+            if config.get(alias) is not None and config.setdefault(key, config[alias]) != config[alias]:
+                raise ValueError(f"config.json: {key} is {config[key]!r}, but {alias} is {config[alias]!r}")
         config = dict(family.defaults) | config
-        needed = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        needed = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+        needed += [key for _, key in family.sizes if key not in needed]
         optional = [key for key in ("head_dim", "num_key_value_heads") if config.get(key) is not None]
         for key in (*needed, *optional):
             if type(config.get(key)) is not int or config[key] < 1:
@@ -168,47 +461,57 @@ class Geometry:
                 raise ValueError(f"config.json: head_dim is absent and hidden_size {hidden} is no multiple of {heads}")
             head_dim = hidden // heads
         tied = config.get("tie_word_embeddings")
+        sizes = {
+            "one": 1,
+            "hidden": hidden,
+            "intermediate": config["intermediate_size"],
+            "head_dim": head_dim,
+            "query": heads * head_dim,
+            "gated_query": 2 * heads * head_dim,
+            "key_value": kv_heads * head_dim,
+        }
+        sizes |= {name: config[key] for name, key in family.sizes}
+        if "delta_heads" in sizes:
+            sizes["delta_value"] = sizes["delta_heads"] * sizes["delta_value_head"]
+            sizes["delta_qkv"] = 2 * sizes["delta_key_heads"] * sizes["delta_key_head"] + sizes["delta_value"]
+        num_experts = sizes.get("num_experts", 0)
+        kinds = [family.kinds(config, layer) for layer in range(config["num_hidden_layers"])]
+        made = {kind: _make_layer(family, kind, num_experts) for kind in dict.fromkeys(kinds)}
         return cls(
             hidden_size=hidden,
-            intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=config["vocab_size"],
             tied=family.tied_by_default if tied is None else bool(tied),
+            sizes=sizes,
+            layers=tuple(made[kind] for kind in kinds),
         )
-
-    def in_features(self, axis: Axis) -> int:
-        """Number of channels of a linear input on ``axis``."""
-        return {
-            Axis.RESIDUAL: self.hidden_size,
-            Axis.INTERMEDIATE: self.intermediate_size,
-            Axis.VALUE: self.num_heads * self.head_dim,
-        }[axis]
 
     def linear_shape(self, linear: Linear) -> tuple[int, int]:
         """[out_features, in_features] that the configuration demands of a decoder linear."""
-        rows = {
-            "self_attn.q_proj": self.num_heads * self.head_dim,
-            "self_attn.k_proj": self.num_kv_heads * self.head_dim,
-            "self_attn.v_proj": self.num_kv_heads * self.head_dim,
-        }
-        out_features = rows.get(linear.path) or self.in_features(linear.rows)
-        return out_features, self.in_features(linear.reads.axis)
+        return self.sizes[linear.height], self.sizes[linear.reads.width]
 
 
-class Kind(StrEnum):
-    """What a checkpoint tensor is to the pipeline."""
+def _make_layer(family: Family, kind: tuple[str, str], num_experts: int) -> Layer:
+    blocks = [family.blocks[name] for name in kind]
+    linears = [linear for block in blocks for linear in block.linears]
+    for block in blocks:
+        linears += [_of_expert(linear, expert) for expert in range(num_experts) for linear in block.experts]
+    norms = tuple(Dense(f"{norm}.weight", Kind.NORM, ("hidden",)) for norm in family.norms)
+    return Layer(tuple(linears), (*norms, *(dense for block in blocks for dense in block.dense)))
 
-    LINEAR = "linear"
-    BIAS = "bias"
-    EMBEDDING = "embedding"
-    HEAD = "head"
-    NORM = "norm"
-    HEAD_NORM = "head_norm"
-    BUFFER = "buffer"
-    UNKNOWN = "unknown"
+
+@lru_cache(maxsize=1 << 16)
+def _of_expert(linear: Linear, expert: int) -> Linear:
+    """A linear of an expert with the expert's number in the place of {expert}."""
+    reads = linear.reads
+    if EXPERT in reads.name:
+        number = str(expert)
+        name, seen_by = reads.name.replace(EXPERT, number), reads.seen_by.replace(EXPERT, number)
+        reads = replace(reads, name=name, seen_by=seen_by, expert=expert)
+    return replace(linear, path=linear.path.replace(EXPERT, str(expert)), reads=reads, expert=expert)
 
 
 @dataclass(frozen=True)
@@ -225,8 +528,9 @@ def input_name(family: Family, layer: int, linear_input: LinearInput) -> str:
     return f"{family.layers}.{layer}.{linear_input.name}"
 
 
-def tensor_role(family: Family, name: str) -> Role:
-    """What the checkpoint tensor ``name`` is; Kind.UNKNOWN for a tensor that the family table does not list."""
+def tensor_role(family: Family, stored: str) -> Role:
+    """What the checkpoint tensor ``stored`` is; Kind.UNKNOWN for a tensor that the family table does not list."""
+    name = family.module_name(stored)
     fixed = {
         f"{family.embedding}.weight": Kind.EMBEDDING,
         f"{family.head}.weight": Kind.HEAD,
@@ -236,43 +540,67 @@ def tensor_role(family: Family, name: str) -> Role:
         return Role(fixed[name])
     if name.endswith("rotary_emb.inv_freq"):
         return Role(Kind.BUFFER)
-    match = re.fullmatch(re.escape(family.layers) + r"\.(\d+)\.(.+)\.(weight|bias)", name)
+    if name.startswith(family.left_out):
+        return Role(Kind.LEFT_OUT)
+    match = re.fullmatch(re.escape(family.layers) + r"\.(\d+)\.(.+)", name)
     if match is None:
         return Role(Kind.UNKNOWN)
-    layer, path, leaf = int(match[1]), match[2], match[3]
-    for linear in family.linears:
-        if path == linear.path:
-            return Role(Kind.LINEAR if leaf == "weight" else Kind.BIAS, layer, linear)
-    if leaf == "weight" and path in family.norms:
-        return Role(Kind.NORM, layer)
-    if leaf == "weight" and path in family.head_norms:
-        return Role(Kind.HEAD_NORM, layer)
-    return Role(Kind.UNKNOWN, layer)
+    layer, inside = int(match[1]), match[2]
+    expert = re.match(r"mlp\.experts\.(0|[1-9]\d*)\.", inside)
+    template = inside if expert is None else inside.replace(expert[0], f"mlp.experts.{EXPERT}.", 1)
+    kind, linear = family._in_layer.get(template, (Kind.UNKNOWN, None))
+    if linear is not None and expert is not None:
+        linear = _of_expert(linear, int(expert[1]))
+    return Role(kind, layer, linear)
+
+
+def fused_experts(family: Family, geometry: Geometry, name: str, shape: tuple[int, ...]) -> list[str]:
+    """The experts' weights that a fused tensor (Kind.EXPERTS) holds one after the other, by their module names.
+
+    Raises ValueError unless its shape is [experts, rows of all parts, columns] of the configuration.
+    """
+    parts = FUSED_EXPERTS[re.sub(re.escape(family.layers) + r"\.\d+\.", "", name)]
+    stem, sizes = name.rpartition(".")[0], geometry.sizes
+    linear = next(linear for linear in family.templates if linear.path.endswith(f"{EXPERT}.{parts[0]}"))
+    rows, columns = geometry.linear_shape(linear)
+    expected = (sizes["num_experts"], len(parts) * rows, columns)
+    if tuple(shape) != expected:
+        raise ValueError(f"{name} has shape {list(shape)}, config.json demands {list(expected)}")
+    return [f"{stem}.{expert}.{part}.weight" for expert in range(sizes["num_experts"]) for part in parts]
 
 
 def decoder_linears(family: Family, geometry: Geometry) -> Iterator[tuple[str, int, Linear]]:
     """(module name, layer, linear) of every decoder linear, in layer order."""
-    for layer in range(geometry.num_layers):
-        for linear in family.linears:
-            yield f"{family.layers}.{layer}.{linear.path}", layer, linear
+    for index, layer in enumerate(geometry.layers):
+        for linear in layer.linears:
+            yield f"{family.layers}.{index}.{linear.path}", index, linear
+
+
+def decoder_inputs(family: Family, geometry: Geometry) -> Iterator[tuple[str, int, LinearInput]]:
+    """(global name, layer, input) of every input of the decoder's linears, in layer order."""
+    for index, layer in enumerate(geometry.layers):
+        for linear_input in layer.inputs:
+            yield input_name(family, index, linear_input), index, linear_input
 
 
 def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[int, ...]]) -> list[str]:
-    """Check a checkpoint's tensor table against the family; returns the names of unknown tensors.
+    """Check a table of tensors, by their module names, against the family; returns the names of unknown tensors.
 
-    Raises ValueError naming the first missing tensor or wrong shape, a head that is neither stored nor tied, or a layer
-    beyond the configured number.
+    Raises ValueError naming the first missing tensor or wrong shape, a head that is neither stored nor tied, or a
+    tensor of a layer or an expert that the configuration does not have.
     """
-    for name in sorted(shapes):
-        layer = tensor_role(family, name).layer
-        if layer is not None and layer >= geometry.num_layers:
-            raise ValueError(f"checkpoint holds {name}, but config.json has num_hidden_layers {geometry.num_layers}")
     expected = expected_shapes(family, geometry)
-    if geometry.tied and f"{family.head}.weight" not in shapes:
-        del expected[f"{family.head}.weight"]
     for name, _, linear in decoder_linears(family, geometry):
         if f"{name}.bias" in shapes:
             expected[f"{name}.bias"] = geometry.linear_shape(linear)[:1]
+    for name in sorted(shapes):
+        role = tensor_role(family, name)
+        if role.layer is not None and role.layer >= geometry.num_layers:
+            raise ValueError(f"checkpoint holds {name}, but config.json has num_hidden_layers {geometry.num_layers}")
+        if role.layer is not None and role.kind is not Kind.UNKNOWN and name not in expected:
+            raise ValueError(f"checkpoint holds {name}, but by config.json its layer has no such part")
+    if geometry.tied and f"{family.head}.weight" not in shapes:
+        del expected[f"{family.head}.weight"]
     for name, shape in expected.items():
         if name not in shapes:
             hint = " (tie_word_embeddings is false, so a head must be stored)" if name.startswith(family.head) else ""
@@ -283,14 +611,14 @@ def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[in
 
 
 def expected_shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of the family must hold, biases aside."""
+    """Every tensor that a checkpoint of the family must hold, biases aside, by its module name."""
     hidden = geometry.hidden_size
     expected: dict[str, tuple[int, ...]] = {
         f"{name}.weight": geometry.linear_shape(linear) for name, _, linear in decoder_linears(family, geometry)
     }
-    for layer in range(geometry.num_layers):
-        expected |= {f"{family.layers}.{layer}.{norm}.weight": (hidden,) for norm in family.norms}
-        expected |= {f"{family.layers}.{layer}.{norm}.weight": (geometry.head_dim,) for norm in family.head_norms}
+    for index, layer in enumerate(geometry.layers):
+        for dense in layer.dense:
+            expected[f"{family.layers}.{index}.{dense.name}"] = tuple(geometry.sizes[size] for size in dense.shape)
     expected[f"{family.final_norm}.weight"] = (hidden,)
     expected[f"{family.embedding}.weight"] = (geometry.vocab_size, hidden)
     expected[f"{family.head}.weight"] = (geometry.vocab_size, hidden)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from otf_llm.blocks import row_blocks
-from otf_llm.checkpoint import Checkpoint, verify_against_manifest
-from otf_llm.families import Family, Geometry, check_tensors, find_family
+from otf_llm.checkpoint import Checkpoint, TensorInfo, verify_against_manifest
+from otf_llm.families import (
+    Family,
+    Geometry,
+    Kind,
+    check_tensors,
+    fused_experts,
+    language_model_config,
+    read_config,
+    tensor_role,
+)
 from otf_llm.files import read_json_object
 
 logger = logging.getLogger(__name__)
@@ -21,8 +31,8 @@ def inspect_checkpoint(checkpoint: Checkpoint) -> Family:
     Raises ValueError naming an unsupported architecture, a missing tensor, a wrong shape, or a stored head that differs
     from the embedding although the configuration ties the two. Tensors outside the family's table are logged.
     """
-    family = find_family(checkpoint.config)
-    geometry = Geometry.of(checkpoint.config, family)
+    family, geometry = read_config(checkpoint.config)
+    checkpoint = language_model(checkpoint)
     unknown = check_tensors(family, geometry, {name: info.shape for name, info in checkpoint.tensors.items()})
     if unknown:
         logger.warning(
@@ -47,8 +57,41 @@ def _check_tie(checkpoint: Checkpoint, family: Family, geometry: Geometry) -> No
             )
 
 
+def language_model(checkpoint: Checkpoint) -> Checkpoint:
+    """The language model in a checkpoint: its own configuration, tensors by module names, fused experts taken apart.
+
+    Raises ValueError for a configuration or a fused tensor that does not suit the family, and for a tensor that is
+    stored under two names.
+    """
+    family, geometry = read_config(checkpoint.config)
+    tensors: dict[str, TensorInfo] = {}
+    for info in checkpoint.tensors.values():
+        for part in _parts(family, geometry, info):
+            if part.name in tensors:
+                raise ValueError(f"{checkpoint.folder}: {part.name} is stored twice, once as {info.name}")
+            tensors[part.name] = part
+    return replace(checkpoint, config=language_model_config(checkpoint.config), tensors=tensors)
+
+
+def _parts(family: Family, geometry: Geometry, info: TensorInfo) -> list[TensorInfo]:
+    """A stored tensor by its module name, or the experts' weights that lie in it one after the other."""
+    name = family.module_name(info.name)
+    if tensor_role(family, name).kind is not Kind.EXPERTS:
+        return [replace(info, name=name)]
+    names = fused_experts(family, geometry, name, info.shape)
+    rows, columns = info.shape[0] * info.shape[1] // len(names), info.shape[2]
+    size = info.size_bytes // len(names)
+    return [
+        replace(info, name=part, shape=(rows, columns), offset=info.offset + index * size, size_bytes=size)
+        for index, part in enumerate(names)
+    ]
+
+
 def open_verified(folder: Path, manifest: Path) -> Checkpoint:
-    """Open the checkpoint that ``manifest`` describes; raises ValueError naming what has changed since."""
+    """The language model in the checkpoint that ``manifest`` describes.
+
+    Raises ValueError naming what has changed since the manifest was made.
+    """
     checkpoint = Checkpoint.open(folder)
     verify_against_manifest(checkpoint, read_json_object(manifest))
-    return checkpoint
+    return language_model(checkpoint)

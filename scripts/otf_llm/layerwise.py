@@ -15,6 +15,7 @@ from torch import nn
 from tqdm import tqdm
 
 from otf_llm.checkpoint import Checkpoint
+from otf_llm.experts import split_experts
 from otf_llm.families import Family
 from otf_llm.memory import return_freed_memory
 
@@ -64,9 +65,10 @@ class LayerwiseModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.checkpoint, self.family, self.dtype, self.device = checkpoint, family, dtype, torch.device(device)
-        config = AutoConfig.from_pretrained(checkpoint.folder)
+        config = AutoConfig.from_pretrained(checkpoint.folder).get_text_config(decoder=True)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        split_experts(model)
         self.model = model.eval().requires_grad_(False)
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):  # rotary frequencies; the weights are still absent

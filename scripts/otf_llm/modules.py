@@ -12,6 +12,7 @@ from torch import nn
 
 from otf_llm import reference
 from otf_llm.artifact_format import PERMUTATION_TABLE
+from otf_llm.experts import split_experts
 from otf_llm.quantization import num_groups
 
 
@@ -122,6 +123,8 @@ def install_modules(model: nn.Module, config) -> None:
 
     Raises ValueError naming a module that the model lacks.
     """
+    if any(".experts." in name for name in config.linears):
+        split_experts(model)
     for name, (_, num_outliers, _) in config.linears.items():
         if _is_absent_head(model, name):
             continue

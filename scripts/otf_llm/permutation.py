@@ -11,6 +11,7 @@ elsewhere an order is a *runtime* index list, x_ordered = x[..., order].
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -25,11 +26,14 @@ from otf_llm.families import (
     Family,
     Geometry,
     Kind,
+    LinearInput,
     Role,
-    input_name,
+    decoder_inputs,
 )
 from otf_llm.settings import PermutationSettings
 from otf_llm.streaming import load_tensors, save_tensors
+
+logger = logging.getLogger(__name__)
 
 TABLE = "global_perm_idx"
 
@@ -107,7 +111,8 @@ class Permutation:
             return self.residual()
         if role.kind in (Kind.LINEAR, Kind.BIAS):
             axis = role.linear.rows
-            order = self.orders.get(axis if axis is Axis.RESIDUAL else _axis_order(axis, role.layer))
+            name = axis if axis is Axis.RESIDUAL else _axis_order(axis, role.layer, role.linear.expert)
+            order = self.orders.get(name)
             return None if order is None else order.long()
         return None
 
@@ -169,8 +174,8 @@ def _table(orders: list[torch.Tensor]) -> torch.Tensor:
     return table.to(torch.int16 if fits else torch.int32)
 
 
-def _axis_order(axis: Axis, layer: int) -> str:
-    return f"{axis}.{layer}"
+def _axis_order(axis: Axis, layer: int, expert: int | None) -> str:
+    return f"{axis}.{layer}" if expert is None else f"{axis}.{layer}.{expert}"
 
 
 def outlier_count(in_features: int, settings: PermutationSettings) -> int:
@@ -214,15 +219,20 @@ def plan_permutation(
     _check_statistics(family, geometry, statistics)
     planner = _Planner(family, geometry, statistics, settings)
     planner.fold_axes()
-    for name, axis, layer in planner.named_inputs():
-        planner.order_input(name, axis, layer)
+    for name, layer, linear_input in planner.named_inputs():
+        planner.order_input(name, layer, linear_input)
     unseen = tuple(sorted(name for name, stats in statistics.items() if not stats.abs_activation.any()))
+    if unseen:
+        logger.warning(
+            "%d linear inputs saw no calibration token or only zeros; their channels are ranked by weight alone: %s",
+            len(unseen),
+            ", ".join(unseen),
+        )
     return Permutation(settings, planner.orders, planner.inputs, unseen)
 
 
 def _check_statistics(family, geometry, statistics) -> None:
-    needed = [input_name(family, layer, i) for layer in range(geometry.num_layers) for i in family.inputs]
-    for name in [*needed, HEAD_INPUT]:
+    for name in [*(name for name, *_ in decoder_inputs(family, geometry)), HEAD_INPUT]:
         if name not in statistics:
             raise ValueError(f"the calibration profile has no statistics for {name}")
         for vector in vars(statistics[name]).values():
@@ -237,29 +247,28 @@ class _Planner:
         self.inputs: dict[str, InputOrder] = {}
 
     def named_inputs(self):
-        """(global name, axis, layer) of every linear input, the head's last."""
-        for layer in range(self.geometry.num_layers):
-            for linear_input in self.family.inputs:
-                yield input_name(self.family, layer, linear_input), linear_input.axis, layer
-        yield HEAD_INPUT, Axis.RESIDUAL, None
+        """(global name, layer, input) of every linear input, the head's last."""
+        yield from decoder_inputs(self.family, self.geometry)
+        yield HEAD_INPUT, None, LinearInput(HEAD_INPUT, Axis.RESIDUAL, "hidden", self.family.head)
 
     def fold_axes(self) -> None:
         folds = self.settings.fold
         if Axis.RESIDUAL in folds:
-            readers = [self.statistics[name] for name, axis, _ in self.named_inputs() if axis is Axis.RESIDUAL]
+            readers = [self.statistics[name] for name, _, i in self.named_inputs() if i.axis is Axis.RESIDUAL]
             self.orders[Axis.RESIDUAL] = self._order(*_aggregate(readers))
-        for name, axis, layer in self.named_inputs():
+        for name, layer, linear_input in self.named_inputs():
+            axis, stats = linear_input.axis, self.statistics[name]
             if axis is Axis.INTERMEDIATE and axis in folds:
-                stats = self.statistics[name]
-                self.orders[_axis_order(axis, layer)] = self._order(stats.importance(), stats.max_weight)
+                order = self._order(stats.importance(), stats.max_weight)
+                self.orders[_axis_order(axis, layer, linear_input.expert)] = order
             if axis is Axis.VALUE and axis in folds:
-                self.orders[_axis_order(axis, layer)] = self._value_order(self.statistics[name])
+                self.orders[_axis_order(axis, layer, linear_input.expert)] = self._value_order(stats)
 
-    def order_input(self, name: str, axis: Axis, layer: int | None) -> None:
-        stats = self.statistics[name]
+    def order_input(self, name: str, layer: int | None, linear_input: LinearInput) -> None:
+        stats, axis = self.statistics[name], linear_input.axis
         size = len(stats.max_weight)
         count = outlier_count(size, self.settings)
-        folded, runtime = axis if axis is Axis.RESIDUAL else _axis_order(axis, layer), None
+        folded, runtime = axis if axis is Axis.RESIDUAL else _axis_order(axis, layer, linear_input.expert), None
         if axis is Axis.VALUE and folded in self.orders:
             # Heads cannot mix, so the outliers of o_proj's input stay an index list over the folded order.
             source = self._expand_heads(self.orders[folded])

@@ -157,7 +157,10 @@ def draw_bytes(sizes: pd.DataFrame, models: Sequence[str], colors: Sequence[str]
 
 
 def draw_layer_error(layers: pd.DataFrame, models: Sequence[str], colors: Sequence[str], dpi: int) -> Figure:
-    """A line per kind of linear: relative error by layer, of ``int4`` or else the first scheme with INT4 linears."""
+    """A line per kind of linear: relative error by layer, of ``int4`` or else the first scheme with INT4 linears.
+
+    Experts of a layer share a line, which is their mean.
+    """
     linears = layers[layers["layer"].notna()]
     figure, panels = _panels(models, dpi, width=8, heights=[3.6] * len(models))
     for model, axes in zip(models, panels, strict=True):
@@ -169,18 +172,19 @@ def draw_layer_error(layers: pd.DataFrame, models: Sequence[str], colors: Sequen
             continue
         scheme = DEFAULT_SCHEME if DEFAULT_SCHEME in schemes else schemes[0]
         rows = rows[rows["scheme"] == scheme]
-        for index, linear in enumerate(dict.fromkeys(rows["linear"])):
-            mine = rows[rows["linear"] == linear].sort_values("layer")
-            block, _, name = linear.rpartition(".")
+        kinds = rows["linear"].str.replace(r"\.\d+\.", ".", regex=True)
+        for index, kind in enumerate(dict.fromkeys(kinds)):
+            errors = rows[kinds == kind].groupby("layer")["relative_error"].mean()
+            block, _, name = kind.removeprefix("self_attn.").rpartition(".")
             axes.plot(
-                mine["layer"].astype(int),
-                mine["relative_error"].where(mine["relative_error"] > 0),  # an exact layer has no place on a log axis
+                errors.index.astype(int),
+                errors.where(errors > 0),  # an exact layer has no place on a log axis
                 color=colors[index % len(colors)],
-                linestyle="--" if block == "mlp" else "-",
-                marker="s" if block == "mlp" else "o",
+                linestyle="--" if block.startswith("mlp") else "-",
+                marker="s" if block.startswith("mlp") else "o",
                 markersize=3,
                 linewidth=1.2,
-                label=name,
+                label=name if block in ("", "mlp") else f"{block.removeprefix('mlp.')}.{name}",
             )
         axes.set(title=f"{model}, {scheme}", xlabel="layer", ylabel="weighted squared error, relative")
         _use_log_scale(axes)

@@ -10,8 +10,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otf_llm.artifact_format import FORMAT_VERSION, QUANT_METHOD
+from otf_llm.families import Family, find_family
 
 logger = logging.getLogger(__name__)
+
+FUSED_NAMES = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -75,7 +78,8 @@ class OtfQuantizer(HfQuantizer):
         from otf_llm.modules import expected_tensors, install_modules
 
         install_modules(model, self.quantization_config)
-        _check_stored(expected_tensors(model), checkpoint_files)
+        family = find_family(model.config.to_dict())
+        _check_stored(family, expected_tensors(model), checkpoint_files)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
@@ -97,14 +101,20 @@ def _cast_parameters(model, dtype) -> None:
         parameter.data = parameter.data.to(wanted)
 
 
-def _check_stored(expected: set[str], checkpoint_files: list[str] | None) -> None:
+def _fused(expert: re.Match) -> str:
+    return f".experts.{'down_proj' if expert[1] == 'down' else 'gate_up_proj'}"
+
+
+def _check_stored(family: Family, expected: set[str], checkpoint_files: list[str] | None) -> None:
     """Raises ValueError naming tensors that no file holds: transformers would initialise them at random."""
     from safetensors import safe_open
 
     stored: set[str] = set()
     for path in checkpoint_files or []:
         with safe_open(path, framework="pt") as file:
-            stored |= set(file.keys())
+            for name in map(family.module_name, file.keys()):
+                # transformers gathers weights of experts that stay dense in one parameter.
+                stored |= {name, FUSED_NAMES.sub(_fused, name)}
     # A bare decoder's names lack the causal model's prefix, which the files carry.
     bare = {name.partition(".")[2] for name in stored}
     missing = sorted(expected - stored - bare)

@@ -162,8 +162,8 @@ def layer_table(results: Sequence[Result]) -> pd.DataFrame:
         def place(tensor: StoredTensor, family=family) -> tuple:
             role = tensor.role
             if role.linear is None:
-                return (math.inf if tensor.module == family.head else -1, 0)
-            return (role.layer, family.linears.index(role.linear))
+                return (math.inf if tensor.module == family.head else -1, (0, 0))
+            return (role.layer, family.position(role.linear))
 
         quantised = [tensor for tensor in stored_tensors(result.manifest) if tensor.relative_error is not None]
         for tensor in sorted(quantised, key=place):

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from otf_llm.blocks import in_order, row_blocks
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.families import HEAD_INPUT, Family, Geometry, input_name
+from otf_llm.families import HEAD_INPUT, Family, Geometry, decoder_linears, input_name
 from otf_llm.streaming import load_tensors, save_tensors
 
 ABS_SUM, MAXIMUM = "weight_abs_sum", "weight_max_abs"
@@ -24,11 +24,10 @@ def weight_statistics(
     a block each at a time; the sums do not depend on their number.
     """
     head = f"{family.head}.weight"
-    readers = {
-        input_name(family, layer, i): [f"{family.layers}.{layer}.{r.path}.weight" for r in family.readers(i)]
-        for layer in range(geometry.num_layers)
-        for i in family.inputs
-    } | {HEAD_INPUT: [head if head in checkpoint.tensors else f"{family.embedding}.weight"]}
+    readers: dict[str, list[str]] = {}
+    for module, layer, linear in decoder_linears(family, geometry):
+        readers.setdefault(input_name(family, layer, linear.reads), []).append(f"{module}.weight")
+    readers[HEAD_INPUT] = [head if head in checkpoint.tensors else f"{family.embedding}.weight"]
     total = sum(checkpoint.tensors[tensor].size_bytes for tensors in readers.values() for tensor in tensors)
     tasks = (
         (name, tensor, start, stop)
