@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from otf_llm.artifact_format import verify_files
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.families import language_model_config, read_config
+from otf_llm.families import read_config
 from otf_llm.files import read_json_object, write_json
 from otf_llm.inspection import open_verified
 from otf_llm.modules import packed_modules
@@ -59,11 +59,13 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
 
     import otf_llm  # noqa: F401  (its import makes converted folders loadable)
 
-    config = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
-    tied = language_model_config(read_json_object(folder / "config.json")).get("tie_word_embeddings")
-    if tied is not None:  # a multimodal checkpoint may say it of the whole model only
-        config.tie_word_embeddings = tied
-    model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, output_loading_info=True)
+    stored, options = read_json_object(folder / "config.json"), {}
+    family, geometry = read_config(stored)
+    if stored["architectures"] == [family.multimodal]:
+        options["config"] = AutoConfig.from_pretrained(folder).get_text_config(decoder=True)
+        options["config"].tie_word_embeddings = geometry.tied  # it may be said of the whole model only
+        options["key_mapping"] = dict(family.renames)
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     if info["missing_keys"]:
         raise ValueError(f"{folder} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}")
     return model.to(device).eval().requires_grad_(False)

@@ -307,6 +307,13 @@ FAMILIES = (
         norms=(*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         tied_by_default=True,
         defaults=(("num_key_value_heads", 4), ("head_dim", 256)),
+        multimodal="Gemma3ForConditionalGeneration",
+        left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
+        renames=(
+            (r"^language_model\.lm_head\.", "lm_head."),
+            (r"^language_model\.model\.", "model."),
+            (r"^model\.language_model\.", "model."),
+        ),
     ),
     Family(
         "mixtral",
@@ -396,9 +403,10 @@ def language_model_config(config: dict) -> dict:
     if not isinstance(text, dict):
         raise ValueError(f"config.json: {family.multimodal} without a text_config, found {text!r}")
     outer = {key: config[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in config}
-    tied = [part["tie_word_embeddings"] for part in (text, config) if part.get("tie_word_embeddings") is not None]
-    inner = {key: value for key, value in text.items() if key != "tie_word_embeddings"}
-    return outer | inner | {"architectures": [family.architecture]} | ({"tie_word_embeddings": tied[0]} if tied else {})
+    # Each part may be the one that says it, and the other then holds its class's default.
+    flags = [part["tie_word_embeddings"] for part in (text, config) if part.get("tie_word_embeddings") is not None]
+    tied = {"tie_word_embeddings": any(flags)} if flags else {}
+    return outer | text | {"architectures": [family.architecture]} | tied
 
 
 def read_config(config: dict) -> tuple[Family, Geometry]:
