@@ -22,6 +22,7 @@ from otf_llm.modules import Int4Linear, Int8Embedding, Int8TiedHead
 from otf_llm.permutation import channel_statistics, plan_permutation
 from otf_llm.settings import PermutationSettings, SchemeSettings
 from otf_llm.weight_statistics import weight_statistics
+from test_layerwise import ROPE, edit_config
 from tiny import build_model, logits_of, save_checkpoint
 
 assert otf_llm.__version__
@@ -267,6 +268,50 @@ def test_an_artifact_without_a_tensor_is_refused_by_name(tmp_path, name):
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with pytest.raises(ValueError, match=f"changed since conversion: {path.name}"):
         verify_files(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.extra", "model.norm.scales", "lm_head.zeros", "adapter.a"]
+)
+def test_an_artifact_with_a_tensor_of_no_module_is_refused_by_name(tmp_path, name):
+    """LOD-01: what a loader has no slot for is not passed over."""
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    convert(source, tmp_path / "out", SchemeSettings())
+    path = tmp_path / "out" / shard_name(0, 1)
+    save_file(load_file(path) | {name: torch.zeros(3)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"holds 1 tensors of no module: {name}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("variant", ROPE)
+def test_rotary_embeddings_of_an_artifact_at_position_100(tmp_path, variant):
+    """CNV-46: its configuration says of the rotary embedding all that the source's does."""
+    ids = torch.randint(0, 256, (1, 104), generator=torch.Generator().manual_seed(3))
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    edit_config(source, ["rope_parameters", "rope_theta", "rope_scaling"], **ROPE[variant])
+    recipe, _ = convert(source, tmp_path / "out", SchemeSettings())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = dense_logits(source, tmp_path / "out", recipe, ids)
+    assert (logits_of(loaded, ids) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    edit_config(tmp_path / "out", ["rope_parameters", "rope_theta", "rope_scaling"], rope_theta=10000.0)
+    lost = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert (logits_of(lost, ids) - expected)[0, 100].abs().max() > 1e-3, "losing it would be noticed"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("flag", [True, False, None])
+@pytest.mark.parametrize("first", [0, 1, 28])
+def test_sliding_windows_of_an_artifact(tmp_path, tokens, family, flag, first):
+    """CNV-47: window 8, sequences of 40; flag and max_window_layers decide in every combination as in the source."""
+    source = save_checkpoint(tmp_path / "source", build_model(family))
+    settings = {"sliding_window": 8, "max_window_layers": first} | (
+        {} if flag is None else {"use_sliding_window": flag}
+    )
+    edit_config(source, ["layer_types", "use_sliding_window"], **settings)
+    recipe, _ = convert(source, tmp_path / "out", SchemeSettings())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    assert (logits_of(loaded, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_an_artifact_of_another_format_is_refused(tmp_path):

@@ -17,12 +17,14 @@ from otf_llm.artifact_format import (
     QUANT_METHOD,
 )
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.conversion import Recipe
+from otf_llm.conversion import KEPT_REASONS, Recipe
+from otf_llm.families import Kind
 from otf_llm.files import sha256, write_json
 from otf_llm.streaming import save_tensors
 
 logger = logging.getLogger(__name__)
 
+CARRIED = KEPT_REASONS[Kind.UNKNOWN]
 EXPECTED_SIDE_FILES = ("generation_config.json", "tokenizer_config.json")
 
 
@@ -108,6 +110,7 @@ def _config_changes(checkpoint: Checkpoint, recipe: Recipe, rows: list[dict], ta
         "lm_head": recipe.head,
         "linears": linears,
         "bf16_outliers": bf16,
+        "carried": [name for row in rows if row.get("reason") == CARRIED for name in row["outputs"]],
         "permutation_length": len(table),
         "permutation_dtype": str(table.dtype).removeprefix("torch."),
     }

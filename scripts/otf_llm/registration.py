@@ -10,7 +10,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otf_llm.artifact_format import FORMAT_VERSION, QUANT_METHOD
-from otf_llm.families import Family, find_family
+from otf_llm.families import Family, Kind, find_family, tensor_role
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ class OtfConfig(QuantizationConfigMixin):
     linears: per INT4 module ``[in_features, num_outliers, offset]``, the offset of its order in
     global_perm_idx, or null when the order is folded.
     bf16_outliers: modules whose outlier columns exceed FP16 and are BF16.
+    carried: tensors that lie beside the model's own and belong to none of its modules.
     permutation_length: entries of ``global_perm_idx``; permutation_dtype: ``int16`` or ``int32``.
 
     Raises ValueError for a format version that this library does not know.
@@ -40,6 +41,7 @@ class OtfConfig(QuantizationConfigMixin):
         group_size: int = 0,
         linears: dict | None = None,
         bf16_outliers: list | None = None,
+        carried: list | None = None,
         permutation_length: int = 0,
         permutation_dtype: str = "int16",
         **kwargs,
@@ -56,6 +58,7 @@ class OtfConfig(QuantizationConfigMixin):
         self.group_size = group_size
         self.linears = linears or {}
         self.bf16_outliers = bf16_outliers or []
+        self.carried = carried or []
         self.permutation_length = permutation_length
         self.permutation_dtype = permutation_dtype
 
@@ -78,8 +81,9 @@ class OtfQuantizer(HfQuantizer):
         from otf_llm.modules import expected_tensors, install_modules
 
         install_modules(model, self.quantization_config)
-        family = find_family(model.config.to_dict())
-        _check_stored(family, expected_tensors(model), checkpoint_files)
+        if checkpoint_files:
+            family = find_family(model.config.to_dict())
+            _check_stored(checkpoint_files, family, expected_tensors(model), self.quantization_config.carried)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
@@ -105,18 +109,28 @@ def _fused(expert: re.Match) -> str:
     return f".experts.{'down_proj' if expert[1] == 'down' else 'gate_up_proj'}"
 
 
-def _check_stored(family: Family, expected: set[str], checkpoint_files: list[str] | None) -> None:
-    """Raises ValueError naming tensors that no file holds: transformers would initialise them at random."""
+def _check_stored(files: list[str], family: Family, expected: set[str], carried: list[str]) -> None:
+    """Compare what the files hold with what the model needs.
+
+    Raises ValueError naming tensors that no file holds, which transformers would initialise at random, or that belong
+    to nothing, which it would pass over.
+    """
     from safetensors import safe_open
 
     stored: set[str] = set()
-    for path in checkpoint_files or []:
+    for path in files:
         with safe_open(path, framework="pt") as file:
-            for name in map(family.module_name, file.keys()):
-                # transformers gathers weights of experts that stay dense in one parameter.
-                stored |= {name, FUSED_NAMES.sub(_fused, name)}
-    # A bare decoder's names lack the causal model's prefix, which the files carry.
-    bare = {name.partition(".")[2] for name in stored}
+            # transformers gathers weights of experts that stay dense in one parameter.
+            stored |= {FUSED_NAMES.sub(_fused, family.module_name(name)) for name in file.keys()}
+    prefix = f"{family.layers.partition('.')[0]}."
+    bare = {name.removeprefix(prefix) for name in stored}
     missing = sorted(expected - stored - bare)
-    if checkpoint_files and missing:
+    if missing:
         raise ValueError(f"the artifact lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+    known = expected | {prefix + name for name in expected} | set(carried)
+    if not any(name.startswith(prefix) for name in expected):  # a bare decoder has no use for the head
+        known |= {name for name in stored if name.startswith(f"{family.head}.")}
+    # Rotary frequencies, which some checkpoints store, are computed anew.
+    strange = sorted(name for name in stored - known if tensor_role(family, name).kind is not Kind.BUFFER)
+    if strange:
+        raise ValueError(f"the artifact holds {len(strange)} tensors of no module: {', '.join(strange[:5])}")
