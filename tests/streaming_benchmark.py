@@ -2,6 +2,7 @@
 
     python tests/streaming_benchmark.py --work DIR [--csv FILE] geometry [--name NAME] [--layers 1 2 …] [--peer PYTHON]
     python tests/streaming_benchmark.py --work DIR [--csv FILE] model FOLDER [--peer PYTHON]
+    python tests/streaming_benchmark.py --work DIR [--csv FILE] gpu [--name NAME] [--layers 2]
     python tests/streaming_benchmark.py --csv FILE plot
 
 ``geometry`` writes a random BF16 checkpoint under DIR (kept, and found again); ``model`` takes a Hugging Face folder.
@@ -9,17 +10,24 @@ Both run the pipeline on it as far as ``permute``, and then time ``snakemake con
 ``seconds`` and ``source_mb_per_s`` are those of the convert jobs, imports included; ``command_seconds`` is the whole
 Snakemake command, its start and the merge included. ``peak_rss_mb`` is the largest job's. ``--peer`` names a Python
 that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha256sum`` is timed beside it.
+
+``gpu`` converts one random checkpoint on a GPU with orders and importances that are random, too, always from a cold
+disk (it empties the system's cache, for which it must be root), and reads the same files cold with nothing else done.
+``seconds`` run from the opened checkpoint to the output's last synced byte, ``command_seconds`` over the whole process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pandas as pd
@@ -30,7 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "kernels"), str(Path(__file__).parent)]
 
 from otf_llm.blocks import row_blocks  # noqa: E402
-from otf_llm.families import FAMILIES, Geometry, expected_shapes  # noqa: E402
+from otf_llm.families import expected_shapes, read_config  # noqa: E402
 from otf_llm.files import write_json  # noqa: E402
 from otf_llm.stage import provenance  # noqa: E402
 from otf_llm.streaming import SafetensorsWriter, TensorSpec  # noqa: E402
@@ -64,6 +72,7 @@ COLUMNS = (
     "cores", "commit",
 )  # fmt: skip
 OURS = "otf-llm-pipeline"
+LIBRARY = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_WAIT_POLICY": "PASSIVE"}
 SCHEMES = ("int4-no-search", "int4")
 PEER = """
 import sys
@@ -75,8 +84,7 @@ model_free_ptq(model_stub=sys.argv[1], save_directory=sys.argv[2], scheme="W4A16
 
 def write_checkpoint(folder: Path, config: dict) -> None:
     """Random BF16 weights, normal with deviation 0.02, in shards as transformers cuts them."""
-    family = next(family for family in FAMILIES if family.architecture == config["architectures"][0])
-    geometry = Geometry.of(config, family)
+    family, geometry = read_config(config)
     shapes = dict(expected_shapes(family, geometry))
     if geometry.tied:
         del shapes[f"{family.head}.weight"]
@@ -161,6 +169,97 @@ def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
     return rows
 
 
+CONVERT = """
+import json, sys, time
+from pathlib import Path
+import torch
+from otf_llm.calibration_profile import ActivationStatistics
+from otf_llm.checkpoint import Checkpoint
+from otf_llm.conversion import Recipe, convert_shard
+from otf_llm.families import HEAD_INPUT, decoder_inputs, read_config
+from otf_llm.memory import keep_freed_memory, peak_memory
+from otf_llm.permutation import ChannelStatistics, plan_permutation
+from otf_llm.settings import SchemeSettings
+
+keep_freed_memory()
+torch.set_num_threads(1)
+checkpoint = Checkpoint.open(Path(sys.argv[1]))
+family, geometry = read_config(checkpoint.config)
+widths = {name: geometry.sizes[i.width] for name, _, i in decoder_inputs(family, geometry)}
+widths[HEAD_INPUT] = geometry.hidden_size
+generator = torch.Generator().manual_seed(0)
+sums = {name: torch.rand(width, generator=generator, dtype=torch.float64) for name, width in widths.items()}
+statistics = {name: ActivationStatistics(vector, vector, 1) for name, vector in sums.items()}
+channels = {name: ChannelStatistics(vector, vector, vector.float()) for name, vector in sums.items()}
+scheme = SchemeSettings(scale_search=sys.argv[4] == "int4")
+recipe = Recipe(family, geometry, scheme, plan_permutation(family, geometry, channels, scheme.permutation), statistics)
+torch.zeros(1, device=sys.argv[3])
+start = time.perf_counter()
+for index, group in enumerate(json.loads(sys.argv[6])):
+    convert_shard(checkpoint, group, recipe, Path(sys.argv[2], f"{index}.safetensors"), device=sys.argv[3],
+                  workers=int(sys.argv[5]))
+print(json.dumps([time.perf_counter() - start, peak_memory() / 1e6]))
+"""
+
+
+def empty_cache() -> None:
+    """Have the system forget the files that it holds in memory."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def read_seconds(files: list[Path], threads: int) -> float:
+    """Seconds to read files from a cold disk, as so many threads with blocks of 64 MB do."""
+    blocks = [(file, start) for file in files for start in range(0, file.stat().st_size, 1 << 26)]
+    buffers = threading.local()
+
+    def read(block: tuple[Path, int]) -> None:
+        file, start = block
+        if not hasattr(buffers, "view"):
+            buffers.view = memoryview(bytearray(1 << 26))
+        with open(file, "rb", buffering=0) as opened:
+            opened.seek(start)
+            opened.readinto(buffers.view)
+
+    empty_cache()
+    start = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, blocks))
+    return time.perf_counter() - start
+
+
+def measure_gpu(name: str, checkpoint: Path, work: Path, workers: int, runs: int = 3) -> list[dict]:
+    """Rows of the GPU, each the median of some runs, and of reading alone, the fastest of 1, 4 and 8 threads."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    source_bytes = sum(file.stat().st_size for file in files)
+    common = {"cores": workers, "commit": provenance(REPOSITORY)["commit"]}
+    table = []
+    for threads in (1, 4, 8):
+        seconds = sorted(read_seconds(files, threads) for _ in range(runs))[runs // 2]
+        table.append(row(name, f"{threads} threads", source_bytes, 0, seconds, "read", **common) | {"peak_rss_mb": ""})
+    rows = [max(table, key=lambda found: float(found["source_mb_per_s"]))]
+    groups = json.dumps([[file.name] for file in files])
+    for scheme in SCHEMES:
+        found = []
+        for _ in range(runs):
+            output = work / "out"
+            shutil.rmtree(output, ignore_errors=True)
+            output.mkdir(parents=True)
+            empty_cache()
+            command = [sys.executable, "-c", CONVERT, checkpoint, output, "cuda", scheme, str(workers), groups]
+            start = time.perf_counter()
+            done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=LIBRARY)
+            whole = time.perf_counter() - start
+            if done.returncode != 0:
+                sys.exit(done.stderr)
+            found.append((*json.loads(done.stdout), whole))
+        print(scheme, *(f"{seconds:.2f}" for seconds, *_ in found), "seconds", flush=True)
+        seconds, peak, whole = sorted(found)[runs // 2]
+        more = common | {"command_seconds": f"{whole:.1f}"}
+        rows.append(row(name, scheme, source_bytes, peak, seconds, f"{OURS}, {torch.cuda.get_device_name()}", **more))
+    return rows
+
+
 def timed(command: list[str]) -> tuple[float, float]:
     """Seconds and the largest process's peak resident memory in MB of a command."""
     start = time.perf_counter()
@@ -224,6 +323,9 @@ def main() -> None:
     geometry.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
     geometry.add_argument("--layers", type=int, nargs="+", default=[2])
     geometry.add_argument("--peer", type=Path)
+    gpu = what.add_parser("gpu")
+    gpu.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
+    gpu.add_argument("--layers", type=int, nargs="+", default=[2])
     model = what.add_parser("model")
     model.add_argument("folder", type=Path)
     model.add_argument("--peer", type=Path)
@@ -235,13 +337,16 @@ def main() -> None:
     work = options.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     rows = []
-    if options.what == "geometry":
+    if options.what in ("geometry", "gpu"):
         for layers in options.layers:
             name = f"{options.name}-{layers}-layers"
             checkpoint = work / "checkpoints" / name
             if not (checkpoint / "config.json").exists():
                 shutil.rmtree(checkpoint, ignore_errors=True)
                 write_checkpoint(checkpoint, GEOMETRIES[options.name] | {"num_hidden_layers": layers})
+            if options.what == "gpu":
+                rows += measure_gpu(name, checkpoint, work, options.cores)
+                continue
             rows += measure(name, checkpoint, work, options.cores)
             if options.peer:
                 rows += measure_others(name, checkpoint, work, options.cores, options.peer)

@@ -272,7 +272,8 @@ def test_layers_beyond_the_configured_number_are_refused_or_outside_the_table():
 )
 def test_unsupported_architectures(config, found):
     supported = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Gemma3ForCausalLM, "
-    supported += "MixtralForCausalLM, Qwen3MoeForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration"
+    supported += "Gemma3ForConditionalGeneration, MixtralForCausalLM, Qwen3MoeForCausalLM, Qwen3_5ForCausalLM, "
+    supported += "Qwen3_5ForConditionalGeneration"
     with pytest.raises(ValueError, match=f"^unsupported architecture: {found}; supported: {supported}$"):
         find_family(config)
 

@@ -41,10 +41,12 @@ def merge(
 
     Raises ValueError naming a shard whose bytes are not those that were converted, or that another recipe made.
     """
+    digests = {}
     for shard, report in zip(shards, reports, strict=True):
         if report["recipe"] != recipe.digest:
             raise ValueError(f"{folder / shard} was converted with other settings; remove it to have it made again")
-        if sha256(folder / shard) != report["sha256"]:
+        digests[shard] = sha256(folder / shard)
+        if digests[shard] != report["sha256"]:
             raise ValueError(f"{folder / shard} has changed since it was converted; remove it to have it made again")
     rows = [row | {"shard": shard} for shard, report in zip(shards, reports, strict=True) for row in report["tensors"]]
     weight_map = {name: row["shard"] for row in rows for name in row["outputs"]}
@@ -67,7 +69,11 @@ def merge(
         "scheme": recipe.scheme.to_dict(),
         "lm_head": recipe.head,
         "files": [
-            {"name": name, "size_bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)}
+            {
+                "name": name,
+                "size_bytes": (folder / name).stat().st_size,
+                "sha256": digests.get(name) or sha256(folder / name),
+            }
             for name in sorted(set(names))
         ],
         "weight_files": weight_files,

@@ -166,7 +166,7 @@ def convert_shard(
     num_elements = BLOCK_ELEMENTS
     if device == "cuda":
         num_elements, workers = CUDA_BLOCK_ELEMENTS, min(workers, CUDA_WORKERS)
-    with SafetensorsWriter(destination, _specs(jobs)) as writer:
+    with SafetensorsWriter(destination, _specs(jobs), hashed=True) as writer:
         figures = _run(jobs, writer, destination.name, num_elements, workers, target)
     rows = []
     for job, sums in zip(jobs, figures, strict=True):
@@ -176,7 +176,7 @@ def convert_shard(
             error, energy = (math.fsum(column) for column in zip(*sums, strict=True))
             row["relative_error"] = error / energy if energy else 0.0
         rows.append(row | {"outputs": outputs})
-    return {"sha256": sha256(destination), "recipe": recipe.digest, "tensors": rows}
+    return {"sha256": writer.sha256, "recipe": recipe.digest, "tensors": rows}
 
 
 def converted_size(checkpoint: Checkpoint, shards: Iterable[str], recipe: Recipe) -> int:

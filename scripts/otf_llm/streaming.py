@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from otf_llm.files import atomic_path
+from otf_llm.written_hash import WrittenHash
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -32,7 +33,7 @@ DTYPES = {
     "F64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-HEADER_ALIGNMENT = 8  # bytes; the format's own writers pad the header to it, so that tensor data can be mapped
+ALIGNMENT = 8  # bytes; headers are padded to it and tensors begin at multiples of it, so that they can be mapped
 
 
 @dataclass(frozen=True)
@@ -54,18 +55,23 @@ class SafetensorsWriter:
 
     Use as a context manager; threads may write blocks at once. The file appears under its name only when every byte of
     every tensor has been written and synced; on an error nothing is left behind. The bytes depend on the specs, the
-    metadata and the data alone.
+    metadata and the data alone: tensors lie in the order of their specs, but for those whose length would leave the
+    next one unaligned, which come last. With ``hashed``, ``sha256`` of the file is known when it is complete.
 
     Raises ValueError when a block does not fit its spec or a tensor was left incomplete, OSError naming the path when
     the disk refuses.
     """
 
-    def __init__(self, path: Path, specs: list[TensorSpec], metadata: dict[str, str] | None = None):
-        self.path = Path(path)
+    def __init__(
+        self, path: Path, specs: list[TensorSpec], metadata: dict[str, str] | None = None, *, hashed: bool = False
+    ):
+        self.path, self.hashed, self.sha256 = Path(path), hashed, ""
         self._specs = {spec.name: spec for spec in specs}
         if len(self._specs) != len(specs):
             raise ValueError(f"{path}: a tensor name is given twice")
-        ordered = sorted(specs, key=lambda spec: (-spec.dtype.itemsize, spec.name))
+        odd = [spec for spec in specs if spec.size_bytes % ALIGNMENT]
+        ordered = [spec for spec in specs if spec.size_bytes % ALIGNMENT == 0]
+        ordered += sorted(odd, key=lambda spec: -spec.dtype.itemsize)
         header: dict = {"__metadata__": dict(sorted({"format": "pt", **(metadata or {})}.items()))}
         offset, starts = 0, {}
         for spec in ordered:
@@ -77,11 +83,12 @@ class SafetensorsWriter:
             }
             offset += spec.size_bytes
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % HEADER_ALIGNMENT)
+        text += b" " * (-len(text) % ALIGNMENT)
         self._header = len(text).to_bytes(8, "little") + text
         self._starts = {name: start + len(self._header) for name, start in starts.items()}
         self._accounting = threading.Lock()
         self._missing = {spec.name: spec.size_bytes for spec in specs}
+        self._scattered: set[str] = set()  # tensors of which some rows came in another order
         self.size_bytes = len(self._header) + offset
         self.header_bytes = len(self._header)
 
@@ -91,7 +98,11 @@ class SafetensorsWriter:
             partial = self._scope.enter_context(atomic_path(self.path))
             self._file = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
             self._scope.callback(os.close, self._file)
+            if self.hashed:
+                self._hash = WrittenHash(self._file)
+                self._scope.callback(self._hash.close)
             self._put(0, self._header)
+            self._wrote(0, len(self._header))
             self._scope = self._scope.pop_all()
         return self
 
@@ -102,6 +113,8 @@ class SafetensorsWriter:
             incomplete = [name for name, missing in self._missing.items() if missing]
             if incomplete:
                 raise ValueError(f"{self.path}: {len(incomplete)} tensors were not written whole: {incomplete[:3]}")
+            if self.hashed:
+                self.sha256 = self._hash.finish()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor; shape and dtype must be those of its spec."""
@@ -112,7 +125,7 @@ class SafetensorsWriter:
             )
         data = _bytes_of(tensor)
         self._put(self._starts[name], data)
-        self._account(name, len(data))
+        self._account(name, 0, len(data))
 
     def write_rows(self, name: str, rows: torch.Tensor, start: int, order: torch.Tensor | None = None) -> None:
         """Write ``rows`` [R, ...] as rows start … start + R - 1, or, with ``order`` (int64 [R]), as rows ``order``."""
@@ -125,18 +138,31 @@ class SafetensorsWriter:
             if start + rows.shape[0] > spec.shape[0]:
                 raise ValueError(f"{name}: rows {start}..{start + rows.shape[0]} of {spec.shape[0]}")
             self._put(self._starts[name] + start * row_bytes, data)
+            self._account(name, start * row_bytes, len(data))
         else:
             view = memoryview(data)
             for first, last, row in _runs(order):
                 self._put(self._starts[name] + row * row_bytes, view[first * row_bytes : last * row_bytes])
-        self._account(name, len(data))
+            self._account(name, None, len(data))
 
-    def _account(self, name: str, written: int) -> None:
+    def _account(self, name: str, start: int | None, written: int) -> None:
+        """Note that bytes of a tensor are written, from its byte ``start`` on, or here and there (None)."""
         with self._accounting:
             self._missing[name] -= written
             missing = self._missing[name]
+            if start is None:
+                self._scattered.add(name)
         if missing < 0:
             raise ValueError(f"{name}: more rows were written than {self._specs[name]} holds")
+        first = self._starts[name]
+        if name not in self._scattered:
+            self._wrote(first + start, first + start + written)
+        elif missing == 0:
+            self._wrote(first, first + self._specs[name].size_bytes)
+
+    def _wrote(self, start: int, stop: int) -> None:
+        if self.hashed:
+            self._hash.add(start, stop)
 
     def _put(self, offset: int, data) -> None:
         view = memoryview(data)
@@ -164,7 +190,7 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | 
 
     (safetensors' own ``save_file`` writes metadata keys in a random order.)
     """
-    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sorted(tensors.items())]
     text = {} if metadata is None else {"otf": json.dumps(metadata, sort_keys=True, separators=(",", ":"))}
     path.parent.mkdir(parents=True, exist_ok=True)
     with SafetensorsWriter(path, specs, text) as writer:
