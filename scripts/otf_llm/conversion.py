@@ -43,8 +43,8 @@ from otf_llm.settings import SchemeSettings
 from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
 
 FP16_LARGEST = torch.finfo(torch.float16).max
-CUDA_BLOCK_ELEMENTS = 1 << 24  # enough to fill a GPU; as float32, 64 MB
-CUDA_WORKERS = 4  # enough to keep a GPU busy; each holds a block in host memory
+CUDA_BLOCK_ELEMENTS = 1 << 23  # enough to fill a GPU; as float32, 32 MB
+CUDA_WORKERS = 8  # enough to keep disk and GPU busy; each holds a block in host memory
 # Why a tensor is not quantised.
 KEPT_REASONS = {
     Kind.LINEAR: "weights: keep",

@@ -12,7 +12,7 @@ import os
 import threading
 
 READ_BYTES = 1 << 22
-SYNC_BYTES = 1 << 28  # how much may wait in memory before the disk is asked to take it
+SYNC_BYTES = 1 << 26  # how much may wait in memory before the disk is asked to take it
 
 
 class WrittenHash:
