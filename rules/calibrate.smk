@@ -19,6 +19,7 @@ rule collect_activations:
             "calibration",
             "calibration_profile",
             "checkpoint",
+            "experts",
             "families",
             "files",
             "inspection",
@@ -28,6 +29,7 @@ rule collect_activations:
             "sources",
             "streaming",
             "tokens",
+            "written_hash",
         ),
     output:
         "results/calibrate/{model}/activations.safetensors",
@@ -61,6 +63,7 @@ rule collect_second_moments:
             "calibration",
             "calibration_profile",
             "checkpoint",
+            "experts",
             "families",
             "files",
             "inspection",
@@ -70,6 +73,7 @@ rule collect_second_moments:
             "sources",
             "streaming",
             "tokens",
+            "written_hash",
         ),
     output:
         "results/calibrate/{model}/second_moments.safetensors",

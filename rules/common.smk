@@ -223,6 +223,16 @@ def converted_files(wildcards):
     ]
 
 
+def convert_work(wildcards):
+    """What every conversion job says of its size and its cores."""
+    return [
+        f"results/benchmarks/convert_shard/{model}/{scheme}/{shard}.json"
+        for model in CONFIG.models
+        for scheme in CONFIG.schemes
+        for shard in output_shards(model)
+    ]
+
+
 def stage_benchmarks(wildcards):
     """Time and memory of every job behind the tables."""
     quantised = [name for name, scheme in CONFIG.schemes.items() if scheme.needs_calibration]

@@ -29,10 +29,12 @@ rule convert_shard:
             "shards",
             "sources",
             "streaming",
+            "written_hash",
         ),
     output:
         weights="results/convert/{model}/{scheme}/{shard}.safetensors",
         report="results/convert/{model}/{scheme}/reports/{shard}.json",
+        work="results/benchmarks/convert_shard/{model}/{scheme}/{shard}.json",
     log:
         "results/logs/convert_shard/{model}/{scheme}/{shard}.log",
     benchmark:
@@ -78,6 +80,7 @@ rule merge_shards:
             "shards",
             "sources",
             "streaming",
+            "written_hash",
         ),
     output:
         manifest="results/convert/{model}/{scheme}/manifest.json",

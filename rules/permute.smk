@@ -21,6 +21,7 @@ rule weight_statistics:
             "sources",
             "streaming",
             "weight_statistics",
+            "written_hash",
         ),
     output:
         "results/permute/{model}/weights.safetensors",
@@ -58,6 +59,7 @@ rule order_channels:
             "sources",
             "streaming",
             "weight_statistics",
+            "written_hash",
         ),
     output:
         "results/permute/{model}/{permutation}.safetensors",

@@ -30,6 +30,7 @@ rule dequantize_gguf:
             "artifact_format",
             "blocks",
             "checkpoint",
+            "families",
             "files",
             "gguf",
             "registration",
@@ -37,6 +38,7 @@ rule dequantize_gguf:
             "sources",
             "streaming",
             "wheels",
+            "written_hash",
         ),
     output:
         directory("results/source/{model}/checkpoint"),
@@ -61,7 +63,7 @@ rule dequantize_gguf:
 
 rule unpickle_checkpoint:
     input:
-        code=code("blocks", "checkpoint", "files", "pickled", "shards", "streaming"),
+        code=code("blocks", "checkpoint", "files", "pickled", "shards", "streaming", "written_hash"),
     output:
         directory("results/source/{model}/checkpoint"),
     log:
@@ -84,7 +86,9 @@ rule unpickle_checkpoint:
 rule source_manifest:
     input:
         checkpoint=checkpoint_folder,
-        code=code("blocks", "checkpoint", "families", "files", "inspection", "shards", "sources", "streaming"),
+        code=code(
+            "blocks", "checkpoint", "families", "files", "inspection", "shards", "sources", "streaming", "written_hash"
+        ),
     output:
         "results/source/{model}/manifest.json",
     log:

@@ -32,7 +32,16 @@ rule summary_table:
             scheme=CONFIG.schemes,
         ),
         code=code(
-            "accounting", "blocks", "checkpoint", "families", "files", "settings", "shards", "streaming", "tables"
+            "accounting",
+            "blocks",
+            "checkpoint",
+            "families",
+            "files",
+            "settings",
+            "shards",
+            "streaming",
+            "tables",
+            "written_hash",
         ),
     output:
         summary="results/tables/summary.csv",
@@ -60,8 +69,18 @@ rule summary_table:
 rule stage_table:
     input:
         benchmarks=stage_benchmarks,
+        work=convert_work,
         code=code(
-            "accounting", "blocks", "checkpoint", "families", "files", "settings", "shards", "streaming", "tables"
+            "accounting",
+            "blocks",
+            "checkpoint",
+            "families",
+            "files",
+            "settings",
+            "shards",
+            "streaming",
+            "tables",
+            "written_hash",
         ),
     output:
         "results/tables/stages.csv",

@@ -14,6 +14,7 @@ rule tokenize_text:
         wheels=text_wheels,
         code=code(
             "artifact_format",
+            "families",
             "files",
             "registration",
             "shards",
@@ -23,6 +24,7 @@ rule tokenize_text:
             "tokenization",
             "tokens",
             "wheels",
+            "written_hash",
         ),
     output:
         calibration="results/tokenize/{model}/calibration.safetensors",

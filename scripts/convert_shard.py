@@ -31,3 +31,5 @@ with stage(log=snakemake.log[0], threads=1):
         workers=workers,
     )
     write_json(Path(snakemake.output.report), report)
+    source_bytes = checkpoint.shard_bytes(shards[snakemake.wildcards.shard])
+    write_json(Path(snakemake.output.work), {"cores": workers, "source_bytes": source_bytes})

@@ -134,6 +134,10 @@ class Checkpoint:
         found = [info for info in self.tensors.values() if info.shard == shard]
         return sorted(found, key=lambda info: (info.offset, info.size_bytes))
 
+    def shard_bytes(self, shards: Iterable[str]) -> int:
+        """Bytes of all tensors in some of its shards."""
+        return sum(info.size_bytes for shard in shards for info in self.shard_tensors(shard))
+
     def side_files(self) -> list[str]:
         """Sorted names of the folder's files that are not weights (`otf_llm.shards.side_files`)."""
         return side_files(self.folder)

@@ -37,6 +37,8 @@ FORMATS = {
     "bits": "{:.4f}",
     "seconds": "{:.2f}",
     "max_rss_mb": "{:.1f}",
+    "source_mb": "{:.1f}",
+    "source_mb_per_s_per_core": "{:.1f}",
 }
 SUMMARY_COLUMNS = (
     "model", "scheme", "bits_per_weight", "size_bytes", "perplexity", "perplexity_rise", "kld", "top1_agreement",
@@ -46,7 +48,7 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 BYTE_COLUMNS = ("model", "scheme", "category", "bytes")
 LAYER_COLUMNS = ("model", "scheme", "module", "layer", "linear", "relative_error", "bits")
-STAGE_COLUMNS = ("rule", "job", "seconds", "max_rss_mb")
+STAGE_COLUMNS = ("rule", "job", "seconds", "max_rss_mb", "cores", "source_mb", "source_mb_per_s_per_core")
 TENSOR_COLUMNS = (
     "model", "scheme", "tensor", "action", "reason", "shape", "bits", "size_bytes", "relative_error", "file",
 )  # fmt: skip
@@ -206,19 +208,29 @@ def tensor_table(results: Sequence[Result]) -> pd.DataFrame:
     return _frame(rows, TENSOR_COLUMNS)
 
 
-def stage_table(paths: Iterable[Path], root: Path = Path("results/benchmarks")) -> pd.DataFrame:
+def stage_table(
+    paths: Iterable[Path], work: Iterable[Path] = (), root: Path = Path("results/benchmarks")
+) -> pd.DataFrame:
     """Seconds and peak memory (MB, 10⁶ bytes) of every job, from Snakemake's benchmark files ``root/<rule>/<job>.tsv``.
 
-    Jobs too short to be sampled have no memory. The last row, ``total``, has the sum of seconds and the largest peak.
+    ``work`` are files ``root/<rule>/<job>.json`` of jobs that say how many bytes of the source they converted, on how
+    many cores: their throughput is by all the seconds of the job, imports included. Jobs too short to be sampled have
+    no memory. The last row, ``total``, has the sum of seconds and the largest peak.
+
     Raises ValueError naming a file that is missing, lies elsewhere or is no benchmark of one run.
     """
     rows = []
+    described = {path.with_suffix(".tsv"): _read(path, ("cores", "source_bytes")) for path in map(Path, work)}
     for path in map(Path, paths):
         if not path.is_relative_to(root) or len(path.relative_to(root).parts) < 2:
             raise ValueError(f"{path} is not of the form {root}/<rule>/<job>.tsv")
         rule, *job = path.relative_to(root).with_suffix("").parts
         seconds, memory = _read_benchmark(path)
         rows.append({"rule": rule, "job": "/".join(job), "seconds": seconds, "max_rss_mb": memory})
+        if path in described:
+            cores, source_mb = described[path]["cores"], described[path]["source_bytes"] / 1e6
+            speed = source_mb / seconds / cores if seconds else None
+            rows[-1] |= {"cores": cores, "source_mb": source_mb, "source_mb_per_s_per_core": speed}
     seconds = [row["seconds"] for row in rows if row["seconds"] is not None]
     peaks = [row["max_rss_mb"] for row in rows if row["max_rss_mb"] is not None]
     rows.append({"rule": TOTAL, "job": None, "seconds": sum(seconds), "max_rss_mb": max(peaks, default=None)})
