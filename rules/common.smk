@@ -21,6 +21,7 @@ os.environ.update(PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", 
 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
+from otf_llm.families import matched_linears, read_config
 from otf_llm.recovery import claim_directory
 from otf_llm.files import stored_metadata
 from otf_llm.text import fingerprint_texts, hub_dataset_commit, hub_origin
@@ -31,6 +32,7 @@ from otf_llm.sources import (
     checkpoint_reference,
     fingerprint,
     shard_groups,
+    source_config,
 )
 
 CONFIG_FILES = [Path(path) for path in workflow.overwrite_configfiles]
@@ -52,6 +54,19 @@ def refuse_unreachable_datasets():
             hub_dataset_commit(text["dataset"], text["revision"])
 
 
+def refuse_patterns_without_match():
+    """Raises ValueError if a scheme keeps linears that a model does not have, where its configuration tells already."""
+    for source in CONFIG.models.values():
+        for name, scheme in CONFIG.schemes.items():
+            described_model = source_config(source) if scheme.keep else None
+            if described_model is None:
+                continue
+            try:
+                matched_linears(*read_config(described_model), scheme.keep)
+            except ValueError as error:
+                raise ValueError(f"config: schemes.{name}.{error}") from error
+
+
 try:
     # Relative paths start from the folder of the user's configuration file, the last one's if there are several.
     CONFIG = load_config(DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd())
@@ -59,6 +74,7 @@ try:
     SHARD_GROUPS = {model: shard_groups(source, JOB_BYTES) for model, source in CONFIG.models.items()}
     FINGERPRINTS = {model: fingerprint(source) for model, source in CONFIG.models.items()}
     TEXTS = {"calibration": described(CONFIG.calibration), "evaluation": described(CONFIG.evaluation)}
+    refuse_patterns_without_match()
     refuse_unreachable_datasets()
 except (ValueError, OSError) as error:
     raise WorkflowError(str(error)) from None

@@ -100,6 +100,7 @@ def dense_weight(name, stored, recipe):
 
 
 FOLDS = ("residual", "intermediate", "value")
+LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 SCHEMES = {
     "default": SchemeSettings(),
     "naive": SchemeSettings(group_size=0, scale_search=False),
@@ -385,6 +386,56 @@ def test_the_default_head_of_an_untied_model_is_int4(tmp_path):
     assert isinstance(model.lm_head, Int4Linear)
     assert model.lm_head.out_features == 260
     assert find_family(json.loads((tmp_path / "out" / "config.json").read_text())) == recipe.family
+
+
+KEEPS = {
+    "a-name": (["model.layers.1.mlp.down_proj"], {"model.layers.1.mlp.down_proj"}),
+    "one-layer-of-twelve": (["model.layers.1.*"], {f"model.layers.1.{path}" for path in LINEARS}),
+    "an-expression": (["re:.*mlp.*"], {f"model.layers.{i}.{path}" for i in range(12) for path in LINEARS[4:]}),
+    "the-head": (["lm_head"], {"lm_head"}),
+    "two": (["lm_head", "*.3.self_attn.[qk]_proj"], {"lm_head", *(f"model.layers.3.{path}" for path in LINEARS[:2])}),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_linears_that_are_to_be_kept_are_kept(tmp_path, tokens, name, tied):
+    """CNV-24: patterns match whole names, so that layer 1 is not also 10 and 11."""
+    patterns, kept = KEEPS[name]
+    source = save_checkpoint(tmp_path / "source", build_model("llama", num_hidden_layers=12, tie_word_embeddings=tied))
+    scheme = SchemeSettings(keep=patterns, permutation=PermutationSettings(fold=FOLDS, order="max_abs_weight"))
+    recipe, manifest = convert(source, tmp_path / "out", scheme)
+    rows = [row for row in manifest["tensors"] if (row.get("reason") or "").startswith("keep: ")]
+    assert {next(iter(row["outputs"])).removesuffix(".weight") for row in rows} == kept
+    assert {row["reason"].removeprefix("keep: ") for row in rows} == set(patterns)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert not kept & set(config["linears"])
+    assert len(config["linears"]) == 12 * 7 + (not tied) - len(kept - ({"lm_head"} if tied else set()))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    assert (logits_of(loaded, tokens) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (["layers.1."], r"keep: 'layers\.1\.' matches no linear; names are whole, such as model\.layers\.0\.self_attn"),
+        (["re:mlp"], "keep: 're:mlp' matches no linear"),
+        (["lm_head", "model.norm"], "keep: 'model.norm' matches no linear"),
+        (["re:["], r"keep: 're:\[' is no regular expression"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path, patterns, message):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    with pytest.raises(ValueError, match=message):
+        Recipe.load(Checkpoint.open(source), SchemeSettings(weights="keep", keep=patterns), [])
+
+
+def test_a_head_that_is_to_be_kept_and_not_is_refused(tmp_path):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    scheme = SchemeSettings(keep=["lm_*"], lm_head="int4")
+    with pytest.raises(ValueError, match="keep: 'lm_\\*' matches the head, but lm_head is int4"):
+        convert(source, tmp_path / "out", scheme)
 
 
 @pytest.mark.parametrize(("hidden", "intermediate"), [(48, 96), (40, 72), (64, 129), (260, 7)])

@@ -206,3 +206,19 @@ def test_a_dense_layer_among_experts_must_be_where_the_configuration_says(tmp_pa
     (source / "config.json").write_text(json.dumps(config | {"num_experts": 3, "num_local_experts": 4}))
     with pytest.raises(ValueError, match=r"num_experts is 3, but num_local_experts is 4"):
         inspect_checkpoint(Checkpoint.open(source))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_experts_of_one_layer_can_be_kept_all_together(tmp_path, tokens, family, layout):
+    source = LAYOUTS[layout](tmp_path / "source", family, tie_word_embeddings=False)
+    scheme = SchemeSettings(keep=["model.layers.0.mlp.experts.*"], permutation=PermutationSettings(fold=("residual",)))
+    recipe, _ = convert(source, tmp_path / "out", scheme)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert not isinstance(model.model.layers[0].mlp.experts, Experts)
+    assert isinstance(model.model.layers[1 if family == "mixtral" else 2].mlp.experts, Experts)
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    assert (logits_of(model, tokens) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    some = SchemeSettings(keep=["model.layers.0.mlp.experts.1.*"])
+    with pytest.raises(ValueError, match=r"match 3 of 12 linears of the experts of model\.layers\.0; all or none"):
+        convert(source, tmp_path / "some", some)

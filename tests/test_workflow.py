@@ -453,6 +453,7 @@ def refused(workspace, tmp_path, changes=None, *arguments) -> str:
         ({"modells": {}}, "config: top level: unknown key 'modells'"),
         ({"schemes": {"int4": {"group_size": 7}}}, "config: schemes.int4.group_size: 7 is less than the minimum of 16"),
         ({"schemes": ["int5"]}, "config: schemes.0: no scheme is called 'int5'"),
+        ({"schemes": {"int4": {"keep": ["layers.1."]}}}, "config: schemes.int4.keep: 'layers.1.' matches no linear"),
         ({"calibrate": {"batch_size": "two"}}, "config: calibrate.batch_size: 'two' is not of type 'integer'"),
         ({"models": {"tiny": {"source": "./nowhere"}}}, "nowhere does not exist"),
         ({"models": {"tiny": {"source": "org/name"}}}, "needs the 40 hex digits of a commit"),

@@ -13,8 +13,8 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from otf_llm.families import (
     Kind,
     Role,
     input_name,
+    matched_linears,
     read_config,
     tensor_role,
     unknown_tensors,
@@ -76,6 +77,11 @@ class Recipe:
     statistics: dict[str, ActivationStatistics] | None
     digest: str = ""
 
+    @cached_property
+    def kept(self) -> dict[str, str]:
+        """The linears that the scheme's ``keep`` names, with the pattern that does; raises ValueError as it must."""
+        return matched_linears(self.family, self.geometry, self.scheme.keep)
+
     @classmethod
     def load(
         cls, checkpoint: Checkpoint, scheme: SchemeSettings, calibrated: list[Path], shards: Iterable[str] = ()
@@ -84,8 +90,8 @@ class Recipe:
 
         Statistics are read only for what the source ``shards`` hold, so that memory does not grow with the model.
 
-        Raises ValueError where the scheme does not suit the model: a head to be tied that is not, or a residual fold
-        with tensors outside the family's table.
+        Raises ValueError where the scheme does not suit the model: a head to be tied that is not, a pattern that
+        matches nothing, or a residual fold with tensors outside the family's table.
         """
         family, geometry = read_config(checkpoint.config)
         permutation = statistics = None
@@ -96,14 +102,23 @@ class Recipe:
         recipe = cls(family, geometry, scheme, permutation, statistics, digest)
         if scheme.needs_calibration:
             statistics |= load_statistics(calibrated[1], recipe.inputs_of(checkpoint, shards))
-        scheme.head_for(geometry.tied)
+        _ = recipe.head  # which refuses what cannot be
         check_foldable(recipe, unknown_tensors(family, checkpoint.tensors))
         return recipe
 
     @property
     def head(self) -> str:
-        """``tied``, ``int4`` or ``keep``."""
-        return self.scheme.head_for(self.geometry.tied)
+        """``tied``, ``int4`` or ``keep``.
+
+        Raises ValueError where ``lm_head`` asks for one thing and ``keep`` for another.
+        """
+        if self.family.head not in self.kept:
+            return self.scheme.head_for(self.geometry.tied)
+        if self.scheme.lm_head not in ("auto", "keep"):
+            raise ValueError(
+                f"keep: {self.kept[self.family.head]!r} matches the head, but lm_head is {self.scheme.lm_head}"
+            )
+        return replace(self.scheme, lm_head="keep").head_for(self.geometry.tied)
 
     def input_of(self, role: Role) -> str:
         """Global name of the input that a linear or the head reads."""
@@ -271,8 +286,9 @@ class _Device:
 def _plan(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, device: _Device) -> list[_Job]:
     role = tensor_role(recipe.family, info.name)
     scheme = recipe.scheme
-    if role.kind is Kind.LINEAR and scheme.weights == "int4":
-        return [_int4(checkpoint, info, recipe, role, info.name.removesuffix(".weight"), device)]
+    module = info.name.removesuffix(".weight")
+    if role.kind is Kind.LINEAR and scheme.weights == "int4" and module not in recipe.kept:
+        return [_int4(checkpoint, info, recipe, role, module, device)]
     if role.kind is Kind.EMBEDDING:
         if scheme.embedding == "int8":
             jobs = [_int8_embedding(checkpoint, info, recipe, info.name.removesuffix(".weight"), device)]
@@ -369,6 +385,8 @@ def _copied(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role
     rows, columns = _fold_orders(recipe.permutation, recipe, role)
     moved = rows is not None or columns is not None
     reason = KEPT_REASONS[role.kind]
+    if name.removesuffix(".weight") in recipe.kept:
+        reason = f"keep: {recipe.kept[name.removesuffix('.weight')]}"
     row = {"action": "reordered" if moved else "copied", "shape": list(info.shape), "reason": reason}
 
     def run(writer: SafetensorsWriter, start: int, stop: int) -> None:

@@ -47,14 +47,14 @@ class Experts(nn.ModuleList):
         return result
 
 
-def split_experts(model: nn.Module) -> None:
-    """Replace every module of fused experts in ``model`` by one of separate experts, on the device of its weights.
+def split_experts(model: nn.Module, wanted: Callable[[str], bool] = lambda name: True) -> None:
+    """Replace modules of fused experts in ``model`` by ones of separate experts, on the device of their weights.
 
-    The new weights are not set: split before the model's weights are loaded.
+    ``wanted`` is asked for every such module by name. The new weights are not set: split before a model is loaded.
     """
     for name, module in list(model.named_modules()):
         fused = getattr(module, "gate_up_proj", None)
-        if not isinstance(fused, nn.Parameter) or fused.ndim != 3:
+        if not isinstance(fused, nn.Parameter) or fused.ndim != 3 or not wanted(name):
             continue
         num_experts, rows, hidden_size = fused.shape
         with torch.device(fused.device):

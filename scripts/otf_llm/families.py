@@ -19,6 +19,7 @@ that checkpoints use to them.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -589,6 +590,37 @@ def decoder_inputs(family: Family, geometry: Geometry) -> Iterator[tuple[str, in
     for index, layer in enumerate(geometry.layers):
         for linear_input in layer.inputs:
             yield input_name(family, index, linear_input), index, linear_input
+
+
+def matched_linears(family: Family, geometry: Geometry, patterns: Iterable[str]) -> dict[str, str]:
+    """The decoder linears and the head that ``patterns`` name, by module name, with the first pattern that does.
+
+    A pattern is a whole module name in which * stands for any characters, or ``re:`` and a regular expression that must
+    match the whole name.
+
+    Raises ValueError naming a pattern that matches nothing or is no regular expression, and a layer of which some but
+    not all experts' linears are matched.
+    """
+    names = [name for name, *_ in decoder_linears(family, geometry)] + [family.head]
+    found: dict[str, str] = {}
+    for pattern in patterns:
+        try:
+            expression = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern))
+        except re.error as error:
+            raise ValueError(f"keep: {pattern!r} is no regular expression: {error}") from error
+        matched = [name for name in names if expression.fullmatch(name)]
+        if not matched:
+            raise ValueError(
+                f"keep: {pattern!r} matches no linear; names are whole, such as {names[0]}, with * for any characters"
+            )
+        found = dict.fromkeys(matched, pattern) | found
+    for index, layer in enumerate(geometry.layers):
+        experts = [f"{family.layers}.{index}.{linear.path}" for linear in layer.linears if linear.expert is not None]
+        kept = [name for name in experts if name in found]
+        if kept and len(kept) < len(experts):
+            told = f"{len(kept)} of {len(experts)} linears of the experts of {family.layers}.{index}"
+            raise ValueError(f"keep: {found[kept[0]]!r} and others match {told}; all or none of them can be kept")
+    return found
 
 
 def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[int, ...]]) -> list[str]:

@@ -123,8 +123,9 @@ def install_modules(model: nn.Module, config) -> None:
 
     Raises ValueError naming a module that the model lacks.
     """
-    if any(".experts." in name for name in config.linears):
-        split_experts(model)
+    packed_experts = {name.rsplit(".", 2)[0] for name in config.linears if ".experts." in name}
+    prefix = f"{model.base_model_prefix}."
+    split_experts(model, lambda name: name in packed_experts or prefix + name in packed_experts)
     for name, (_, num_outliers, _) in config.linears.items():
         if _is_absent_head(model, name):
             continue

@@ -71,7 +71,8 @@ class SchemeSettings:
     weights: ``int4`` or ``keep``. group_size: columns per scale, 0 for one scale per output channel.
     scale_search: importance-weighted search of the scales. embedding: ``int8`` or ``keep``.
     lm_head: ``tied`` (reads the embedding's table), ``int4``, ``keep``, or ``auto``: tied where the source's is, else
-    int4 when the weights are (kept otherwise).
+    int4 when the weights are (kept otherwise). keep: patterns of linears that stay as in the source, whatever
+    ``weights`` says (`otf_llm.families.matched_linears`).
     """
 
     weights: str = "int4"
@@ -79,9 +80,11 @@ class SchemeSettings:
     scale_search: bool = True
     embedding: str = "int8"
     lm_head: str = "auto"
+    keep: tuple[str, ...] = ()
     permutation: PermutationSettings = PermutationSettings()
 
     def __post_init__(self):
+        object.__setattr__(self, "keep", tuple(self.keep))
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("embedding", self.embedding, EMBEDDINGS)
         _one_of("lm_head", self.lm_head, HEADS)
@@ -95,7 +98,7 @@ class SchemeSettings:
 
     def to_dict(self) -> dict:
         """Plain values, JSON-ready."""
-        return {**asdict(self), "permutation": self.permutation.to_dict()}
+        return {**asdict(self), "keep": list(self.keep), "permutation": self.permutation.to_dict()}
 
     @classmethod
     def from_dict(cls, values: dict) -> SchemeSettings:

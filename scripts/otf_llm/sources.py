@@ -154,6 +154,17 @@ def shard_groups(source: Source, limit_bytes: int) -> list[list[str]]:
     return groups
 
 
+def source_config(source: Source) -> dict | None:
+    """The config.json of a source; None where there is none before the checkpoint is made of it (GGUF)."""
+    match source:
+        case FolderSource(path) | PickleSource(path):
+            return read_json_object(path / CONFIG_NAME)
+        case HubSource():
+            path = _hub_file(source, CONFIG_NAME)
+            return None if path is None else read_json_object(path)
+    return None
+
+
 def fingerprint(source: Source) -> str:
     """16 hex digits that change when the source's content plausibly changed, not when it is touched, moved or copied.
 
