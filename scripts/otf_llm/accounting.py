@@ -21,6 +21,7 @@ CATEGORIES = (CODES, SCALES, FP16_COLUMNS, DENSE, EMBEDDING, OTHER)
 
 # Last part of an INT4 output's name -> what it holds.
 INT4_PARTS = {"codes": CODES, "scales": SCALES, "outliers": FP16_COLUMNS}
+INT4_PARTS |= {"weight_packed": CODES, "weight_scale": SCALES, "weight_shape": SCALES}  # compressed-tensors
 DENSE_KINDS = {Kind.LINEAR: DENSE, Kind.EXPERTS: DENSE, Kind.HEAD: DENSE, Kind.EMBEDDING: EMBEDDING}
 
 # More than a safetensors header says of one tensor besides its name (dtype, dimensions, two offsets, punctuation), or

@@ -18,8 +18,9 @@ from otf_llm.artifact_format import (
 )
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.conversion import KEPT_REASONS, Recipe
-from otf_llm.families import Kind
+from otf_llm.families import Kind, tensor_role
 from otf_llm.files import sha256, write_json
+from otf_llm.settings import COMPRESSED_TENSORS
 from otf_llm.streaming import save_tensors
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def merge(
 
 
 def _write_table(recipe: Recipe, folder: Path, inputs: set[str]) -> tuple[torch.Tensor, dict[str, int]]:
-    if recipe.permutation is None:
+    if recipe.permutation is None or recipe.scheme.export == COMPRESSED_TENSORS:
         return torch.zeros(0, dtype=torch.int16), {}
     table, offsets = recipe.permutation.runtime_table(inputs)
     if len(table):
@@ -96,6 +97,10 @@ def _write_table(recipe: Recipe, folder: Path, inputs: set[str]) -> tuple[torch.
 
 def _config_changes(checkpoint: Checkpoint, recipe: Recipe, rows: list[dict], table, offsets) -> dict:
     """The entries of config.json that differ from the source's."""
+    # The packed head reads the packed embedding by itself; transformers must only tie what is still a plain weight.
+    plain_tie = recipe.head == "tied" and recipe.scheme.embedding == "keep"
+    if recipe.scheme.export == COMPRESSED_TENSORS:
+        return {"quantization_config": _compressed_tensors(recipe, rows), "tie_word_embeddings": plain_tie}
     linears, bf16 = {}, []
     for row in rows:
         if row["action"] == "int4":
@@ -120,9 +125,30 @@ def _config_changes(checkpoint: Checkpoint, recipe: Recipe, rows: list[dict], ta
         "permutation_length": len(table),
         "permutation_dtype": str(table.dtype).removeprefix("torch."),
     }
-    # The packed head reads the packed embedding by itself; transformers must only tie what is still a plain weight.
-    plain_tie = recipe.head == "tied" and recipe.scheme.embedding == "keep"
     return {"quantization_config": quantization, "tie_word_embeddings": plain_tie}
+
+
+def _compressed_tensors(recipe: Recipe, rows: list[dict]) -> dict:
+    """The ``quantization_config`` of compressed-tensors' pack-quantized layout; ``ignore`` names dense linears."""
+    dense = (Kind.LINEAR, Kind.GATE)
+    names = [name for row in rows if row["action"] in ("copied", "reordered") for name in row["outputs"]]
+    ignored = [name for name in names if tensor_role(recipe.family, name).kind in dense]
+    group_size = recipe.scheme.group_size
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group" if group_size else "channel",
+        "group_size": group_size or None,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        "ignore": [recipe.family.head, *(name.removesuffix(".weight") for name in ignored)],
+    }
 
 
 def _side_files(checkpoint: Checkpoint) -> list[str]:

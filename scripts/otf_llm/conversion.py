@@ -30,6 +30,7 @@ from otf_llm.families import (
     Geometry,
     Kind,
     Role,
+    decoder_linears,
     input_name,
     matched_linears,
     read_config,
@@ -40,10 +41,12 @@ from otf_llm.files import sha256
 from otf_llm.packing import pack_int4, packed_width
 from otf_llm.permutation import Permutation
 from otf_llm.quantization import SCALE_DTYPE, dequantize_int4, num_groups, quantize_int4, quantize_int8_rows
-from otf_llm.settings import SchemeSettings
+from otf_llm.settings import COMPRESSED_TENSORS, SchemeSettings
 from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
 
 FP16_LARGEST = torch.finfo(torch.float16).max
+NIBBLES_PER_WORD = 8  # of compressed-tensors' int32; a word of them has the bytes of ours
+EXPORTED_SCALES = {"BF16": torch.bfloat16, "F16": torch.float16}  # scales have the model's dtype there
 CUDA_BLOCK_ELEMENTS = 1 << 23  # enough to fill a GPU; as float32, 32 MB
 CUDA_WORKERS = 8  # enough to keep disk and GPU busy; each holds a block in host memory
 # Why a tensor is not quantised.
@@ -104,6 +107,8 @@ class Recipe:
             statistics |= load_statistics(calibrated[1], recipe.inputs_of(checkpoint, shards))
         _ = recipe.head  # which refuses what cannot be
         check_foldable(recipe, unknown_tensors(family, checkpoint.tensors))
+        if scheme.export == COMPRESSED_TENSORS:
+            check_exportable(recipe)
         return recipe
 
     @property
@@ -324,11 +329,23 @@ def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, 
     # BF16 keeps what FP16 cannot hold; the largest weight of these columns is known from the permute stage.
     outlier_dtype = torch.float16 if order.largest_outlier <= FP16_LARGEST else torch.bfloat16
     group_size = recipe.scheme.group_size
-    specs = [
-        TensorSpec(f"{module}.codes", torch.uint8, (num_rows, packed_width(background))),
-        TensorSpec(f"{module}.scales", SCALE_DTYPE, (num_rows, num_groups(background, group_size))),
-        TensorSpec(f"{module}.outliers", outlier_dtype, (num_rows, outliers)),
-    ]
+    scales_shape = (num_rows, num_groups(background, group_size))
+    exported = recipe.scheme.export == COMPRESSED_TENSORS
+    if exported:
+        scale_dtype = EXPORTED_SCALES.get(info.dtype, torch.float32)
+        packed, scale_name = f"{module}.weight_packed", f"{module}.weight_scale"
+        specs = [
+            TensorSpec(packed, torch.int32, (num_rows, background // NIBBLES_PER_WORD)),
+            TensorSpec(scale_name, scale_dtype, scales_shape),
+            TensorSpec(f"{module}.weight_shape", torch.int64, (2,)),
+        ]
+    else:
+        scale_dtype, packed, scale_name = SCALE_DTYPE, f"{module}.codes", f"{module}.scales"
+        specs = [
+            TensorSpec(packed, torch.uint8, (num_rows, packed_width(background))),
+            TensorSpec(scale_name, scale_dtype, scales_shape),
+            TensorSpec(f"{module}.outliers", outlier_dtype, (num_rows, outliers)),
+        ]
     row = {
         "action": "int4",
         "module": module,
@@ -344,11 +361,15 @@ def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, 
         block = device.read(checkpoint, info, start, stop)
         kept, rest = block.index_select(1, columns[:outliers]), block.index_select(1, columns[outliers:])
         search = importance[outliers:] if recipe.scheme.scale_search else None
-        codes, scales = quantize_int4(rest, group_size, search)
+        codes, scales = quantize_int4(rest, group_size, search, scale_dtype)
         where = None if places is None else places[start:stop]
-        writer.write_rows(f"{module}.codes", pack_int4(codes), start, where)
-        writer.write_rows(f"{module}.scales", scales, start, where)
-        writer.write_rows(f"{module}.outliers", kept.to(outlier_dtype), start, where)
+        nibbles = pack_int4(codes)
+        writer.write_rows(packed, nibbles.view(torch.int32) if exported else nibbles, start, where)
+        writer.write_rows(scale_name, scales, start, where)
+        if not exported:
+            writer.write_rows(f"{module}.outliers", kept.to(outlier_dtype), start, where)
+        elif start == 0:
+            writer.write(f"{module}.weight_shape", torch.tensor(info.shape))
         error = _weighted_square(rest - dequantize_int4(codes, scales, group_size), importance[outliers:])
         return error, _weighted_square(rest, importance[outliers:]) + _weighted_square(kept, importance[:outliers])
 
@@ -420,6 +441,26 @@ def fold_tensor(permutation: Permutation, recipe: Recipe, name: str, tensor: tor
     rows, columns = _fold_orders(permutation, recipe, tensor_role(recipe.family, name))
     tensor = tensor if rows is None else tensor[rows]
     return tensor if columns is None else tensor[:, columns]
+
+
+def check_exportable(recipe: Recipe) -> None:
+    """Refuse a model whose linears compressed-tensors' pack-quantized layout cannot hold.
+
+    Raises ValueError naming them: experts, and widths that words of eight codes or whole groups do not divide.
+    """
+    step = math.lcm(NIBBLES_PER_WORD, recipe.scheme.group_size or 1)
+    odd = []
+    for name, _, linear in decoder_linears(recipe.family, recipe.geometry):
+        width = recipe.geometry.linear_shape(linear)[1]
+        if linear.expert is not None and name not in recipe.kept:
+            raise ValueError(f"export: {COMPRESSED_TENSORS} of experts is not supported: {name}; keep them")
+        if width % step and name not in recipe.kept:
+            odd.append(f"{name} ({width})")
+    if odd:
+        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+        raise ValueError(
+            f"export: {COMPRESSED_TENSORS} needs widths that are multiples of {step}: {', '.join(odd[:3])}{more}"
+        )
 
 
 def check_foldable(recipe: Recipe, unknown: list[str]) -> None:

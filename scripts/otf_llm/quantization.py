@@ -11,7 +11,6 @@ import torch
 INT4_MAX = 7
 INT8_MAX = 127
 SCALE_DTYPE = torch.float16
-SMALLEST_SCALE = 2.0**-24  # FP16's smallest positive number
 SEARCH_RATIOS = 6  # clipping ratios tried per group, as fractions of absmax / 7 …
 SEARCH_LOWEST = 0.62  # … from here to 1; lower ones lessen the weighted error, but the model gets worse
 
@@ -24,9 +23,12 @@ def num_groups(num_columns: int, group_size: int) -> int:
 
 
 def quantize_int4(
-    weight: torch.Tensor, group_size: int, importance: torch.Tensor | None = None
+    weight: torch.Tensor,
+    group_size: int,
+    importance: torch.Tensor | None = None,
+    scale_dtype: torch.dtype = SCALE_DTYPE,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round a weight to symmetric INT4, one FP16 scale per group of columns.
+    """Round a weight to symmetric INT4, one scale per group of columns.
 
     Args:
         weight: float32 [N, K].
@@ -34,28 +36,30 @@ def quantize_int4(
         importance: float32 [K], the weight h_j of column j in the squared error, usually E[x_j²]; with it the scale s
             of each group minimises Σ_j h_j (w_j - s·q_j)², q = clamp(round(w/s), -7, 7), as `_search_scale` tells. None
             takes s = absmax / 7 (plain round-to-nearest).
+        scale_dtype: what the scales are stored in; codes are those of the stored scales.
 
     Returns:
-        codes int8 [N, K] in [-7, 7] and scales float16 [N, G].
+        codes int8 [N, K] in [-7, 7] and scales [N, G] of ``scale_dtype``.
 
-    Raises ValueError when a scale exceeds FP16's range.
+    Raises ValueError when a scale exceeds the range of ``scale_dtype``.
     """
     rows, columns = weight.shape
     groups = num_groups(columns, group_size)
     if rows == 0 or groups == 0:
-        return weight.new_zeros((rows, columns), dtype=torch.int8), weight.new_zeros((rows, groups), dtype=SCALE_DTYPE)
+        codes, scales = weight.new_zeros(rows, columns), weight.new_zeros(rows, groups)
+        return codes.to(torch.int8), scales.to(scale_dtype)
     width = group_size or columns
     grouped = _grouped(weight, groups, width)
-    scale = _stored(grouped.abs().amax(-1, keepdim=True) / INT4_MAX)
+    scale = _stored(grouped.abs().amax(-1, keepdim=True) / INT4_MAX, scale_dtype)
     if importance is not None:
         weights = _grouped(importance[None].float(), groups, width)
-        scale = _search_scale(grouped, weights, scale)
+        scale = _search_scale(grouped, weights, scale, scale_dtype)
     codes = _codes(grouped, scale).to(torch.int8).reshape(rows, -1)[:, :columns]
-    return codes, scale.squeeze(-1).to(SCALE_DTYPE)
+    return codes, scale.squeeze(-1).to(scale_dtype)
 
 
 def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
-    """What codes int8 [N, K] and scales float16 [N, G] stand for: float32 [N, K], code times its group's scale."""
+    """What codes int8 [N, K] and scales [N, G] stand for: float32 [N, K], code times its group's scale."""
     rows, columns = codes.shape
     grouped = _grouped(codes.float(), scales.shape[1], group_size or max(columns, 1))
     return (grouped * scales.float()[:, :, None]).reshape(rows, -1)[:, :columns]
@@ -68,12 +72,14 @@ def _grouped(matrix: torch.Tensor, groups: int, width: int) -> torch.Tensor:
     return matrix.reshape(matrix.shape[0], groups, width)
 
 
-def _stored(scale: torch.Tensor) -> torch.Tensor:
-    """The scale as FP16 will hold it, in float32; one that FP16 would round to zero becomes its smallest number."""
-    stored = torch.where(scale > 0, scale.clamp_min(SMALLEST_SCALE), scale).to(SCALE_DTYPE).float()
+def _stored(scale: torch.Tensor, dtype: torch.dtype = SCALE_DTYPE) -> torch.Tensor:
+    """The scale as ``dtype`` will hold it, in float32; what would round to zero becomes its smallest number."""
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps
+    stored = torch.where(scale > 0, scale.clamp_min(smallest), scale).to(dtype).float()
     if not torch.isfinite(stored).all():
-        largest = scale.max().item()
-        raise ValueError(f"a scale of {largest:.4g} exceeds FP16's largest value, 65504")
+        name = "FP16" if dtype is torch.float16 else str(dtype).removeprefix("torch.")
+        raise ValueError(f"a scale of {scale.max().item():.4g} exceeds {name}'s largest value, {info.max:g}")
     return stored
 
 
@@ -82,8 +88,10 @@ def _codes(grouped: torch.Tensor, scale: torch.Tensor, limit: int = INT4_MAX) ->
     return (grouped / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-limit, limit)
 
 
-def _search_scale(grouped: torch.Tensor, importance: torch.Tensor, absmax_scale: torch.Tensor) -> torch.Tensor:
-    """The scale, float32 [N, G, 1] as FP16 holds it, with the least weighted error found; never worse than absmax / 7.
+def _search_scale(
+    grouped: torch.Tensor, importance: torch.Tensor, absmax_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The scale, float32 [N, G, 1] as ``dtype`` holds it, of the least weighted error found; not worse than absmax / 7.
 
     The codes q of each clipping ratio have their own best scale, (Σ h w q) / (Σ h q²), which takes
     (Σ h w q)² / (Σ h q²) off the error Σ h w²; the ratio that takes most wins, and one more least squares step follows.
@@ -101,9 +109,9 @@ def _search_scale(grouped: torch.Tensor, importance: torch.Tensor, absmax_scale:
         most, found = torch.where(won, gain, most), torch.where(won, fitted, found)
     best = absmax_scale
     best_error = _weighted_error(grouped, importance, best, _codes(grouped, best))
-    best, best_error = _better(grouped, importance, _stored(found), best, best_error)
+    best, best_error = _better(grouped, importance, _stored(found, dtype), best, best_error)
     _, refined = _fit(_codes(grouped, best), root, target)
-    best, _ = _better(grouped, importance, _stored(refined), best, best_error)
+    best, _ = _better(grouped, importance, _stored(refined, dtype), best, best_error)
     return best
 
 

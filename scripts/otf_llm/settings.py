@@ -12,6 +12,8 @@ ORDERS = ("max_abs_weight", "importance", "natural")
 WEIGHTS = ("int4", "keep")
 EMBEDDINGS = ("int8", "keep")
 HEADS = ("auto", "tied", "int4", "keep")
+OTF, COMPRESSED_TENSORS = "otf", "compressed-tensors"
+EXPORTS = (OTF, COMPRESSED_TENSORS)
 
 
 def _one_of(key: str, value, allowed) -> None:
@@ -72,7 +74,8 @@ class SchemeSettings:
     scale_search: importance-weighted search of the scales. embedding: ``int8`` or ``keep``.
     lm_head: ``tied`` (reads the embedding's table), ``int4``, ``keep``, or ``auto``: tied where the source's is, else
     int4 when the weights are (kept otherwise). keep: patterns of linears that stay as in the source, whatever
-    ``weights`` says (`otf_llm.families.matched_linears`).
+    ``weights`` says (`otf_llm.families.matched_linears`). export: ``otf``, this library's own layout, or
+    ``compressed-tensors``, its pack-quantized one, which has no place for FP16 columns, orders or an INT8 embedding.
     """
 
     weights: str = "int4"
@@ -81,6 +84,7 @@ class SchemeSettings:
     embedding: str = "int8"
     lm_head: str = "auto"
     keep: tuple[str, ...] = ()
+    export: str = OTF
     permutation: PermutationSettings = PermutationSettings()
 
     def __post_init__(self):
@@ -88,8 +92,24 @@ class SchemeSettings:
         _one_of("weights", self.weights, WEIGHTS)
         _one_of("embedding", self.embedding, EMBEDDINGS)
         _one_of("lm_head", self.lm_head, HEADS)
+        _one_of("export", self.export, EXPORTS)
+        if self.export == COMPRESSED_TENSORS:
+            self._check_exportable()
         if self.group_size < 0 or self.group_size % 2:
             raise ValueError(f"group_size: {self.group_size} must be even and positive, or 0 for one scale per channel")
+
+    def _check_exportable(self) -> None:
+        needed = {
+            "weights": (self.weights, "int4"),
+            "embedding": (self.embedding, "keep"),
+            "permutation.outlier_fraction": (self.permutation.outlier_fraction, 0),
+            "permutation.order": (self.permutation.order, "natural"),
+        }
+        for key, (value, wanted) in needed.items():
+            if value != wanted:
+                raise ValueError(f"export: {COMPRESSED_TENSORS} needs {key}: {wanted}, not {value}")
+        if self.lm_head == "int4":
+            raise ValueError(f"export: {COMPRESSED_TENSORS} needs lm_head: auto, tied or keep, not int4")
 
     @property
     def needs_calibration(self) -> bool:
@@ -117,4 +137,4 @@ class SchemeSettings:
             return "tied"  # both keep the one matrix that they share
         if self.lm_head != "auto":
             return self.lm_head
-        return "tied" if tied else ("int4" if self.weights == "int4" else "keep")
+        return "tied" if tied else ("int4" if self.weights == "int4" and self.export == OTF else "keep")
