@@ -2,6 +2,7 @@
 
     python tests/streaming_benchmark.py --work DIR [--csv FILE] geometry [--name NAME] [--layers 1 2 …] [--peer PYTHON]
     python tests/streaming_benchmark.py --work DIR [--csv FILE] model FOLDER [--peer PYTHON]
+    python tests/streaming_benchmark.py --work DIR [--csv FILE] scaling
     python tests/streaming_benchmark.py --work DIR [--csv FILE] gpu [--name NAME] [--layers 2]
     python tests/streaming_benchmark.py --csv FILE plot
 
@@ -10,6 +11,9 @@ Both run the pipeline on it as far as ``permute``, and then time ``snakemake con
 ``seconds`` and ``source_mb_per_s`` are those of the convert jobs, imports included; ``command_seconds`` is the whole
 Snakemake command, its start and the merge included. ``peak_rss_mb`` is the largest job's. ``--peer`` names a Python
 that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha256sum`` is timed beside it.
+
+``scaling`` converts a checkpoint of eight equal shards, each a job of its own, on one core and on as many as there are;
+``seconds`` is from the first job's start to the last one's end.
 
 ``gpu`` converts one random checkpoint on a GPU with orders and importances that are random, too, always from a cold
 disk (it empties the system's cache, for which it must be root), and reads the same files cold with nothing else done.
@@ -82,7 +86,7 @@ model_free_ptq(model_stub=sys.argv[1], save_directory=sys.argv[2], scheme="W4A16
 """
 
 
-def write_checkpoint(folder: Path, config: dict) -> None:
+def write_checkpoint(folder: Path, config: dict, shard_bytes: int = SHARD_BYTES) -> None:
     """Random BF16 weights, normal with deviation 0.02, in shards as transformers cuts them."""
     family, geometry = read_config(config)
     shapes = dict(expected_shapes(family, geometry))
@@ -92,7 +96,7 @@ def write_checkpoint(folder: Path, config: dict) -> None:
     shards: list[list[TensorSpec]] = [[]]
     for name in order:
         spec = TensorSpec(name, torch.bfloat16, shapes[name])
-        if shards[-1] and sum(s.size_bytes for s in shards[-1]) + spec.size_bytes > SHARD_BYTES:
+        if shards[-1] and sum(s.size_bytes for s in shards[-1]) + spec.size_bytes > shard_bytes:
             shards.append([])
         shards[-1].append(spec)
     values = (torch.randn(1 << 25, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
@@ -153,10 +157,12 @@ def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
     def seconds_of(benchmarks: Path) -> list[float]:
         return [float(pd.read_csv(path, sep="\t")["s"].iloc[0]) for path in benchmarks.parent.glob(benchmarks.name)]
 
-    (seconds,) = seconds_of(results / "benchmarks" / "collect_activations" / f"{name}.tsv")
-    calibration = peak(results / "logs" / "collect_activations" / f"{name}.log")
     common = {"cores": cores, "commit": commit}
-    rows = [row(name, "calibrate", source_bytes, calibration, seconds, OURS, **common)]
+    rows = []
+    for rule in ("source_manifest", "collect_activations", "weight_statistics"):
+        (seconds,) = seconds_of(results / "benchmarks" / rule / f"{name}.tsv")
+        largest = peak(results / "logs" / rule / f"{name}.log")
+        rows.append(row(name, rule, source_bytes, largest, seconds, OURS, **common))
     for scheme in SCHEMES:
         folder = results / "convert" / name / scheme
         shutil.rmtree(folder, ignore_errors=True)
@@ -166,6 +172,48 @@ def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
         largest = peak(results / "logs" / "convert_shard" / name / scheme / "*.log")
         more = common | {"command_seconds": f"{command_seconds:.1f}"}
         rows.append(row(name, scheme, source_bytes, largest, seconds, OURS, **more))
+    return rows
+
+
+def measure_scaling(work: Path, cores: int) -> list[dict]:
+    """Rows of one core and of all: the shards of a small model, one job each, as many at once as there are cores."""
+    config = GEOMETRIES["llama-3.2-1b"] | {"num_hidden_layers": 32, "vocab_size": 1024}
+    name, checkpoint = "llama-3.2-1b-32-layers", work / "checkpoints" / "eight-shards"
+    if not (checkpoint / "config.json").exists():
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        write_checkpoint(checkpoint, config, shard_bytes=500_000_000)
+    source_bytes = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
+    shards = len(list(checkpoint.glob("*.safetensors")))
+    rows = []
+    for count in (1, cores):
+        folder = work / f"cores-{count}"
+        folder.mkdir(exist_ok=True)
+        (folder / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
+        settings = {
+            "models": {name: {"source": str(checkpoint)}},
+            "text": str(folder / "text.txt"),
+            "schemes": ["int4"],
+            "calibrate": {"num_sequences": 2, "sequence_length": 128},
+            "validate": {"num_windows": 1, "window_length": 128},
+            "convert": {"job_mb": 0},
+        }
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        snakemake(folder, folder / "config.yaml", cores, "permute")
+        shutil.rmtree(folder / "results" / "convert", ignore_errors=True)
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, sorted(allowed)[:count])
+        targets = [f"results/convert/{name}/int4/model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
+        command_seconds = snakemake(folder, folder / "config.yaml", count, *targets)
+        os.sched_setaffinity(0, allowed)
+        ended, started = [], []
+        for path in (folder / "results" / "benchmarks" / "convert_shard" / name / "int4").glob("*.tsv"):
+            ended.append(path.stat().st_mtime)
+            started.append(path.stat().st_mtime - float(pd.read_csv(path, sep="\t")["s"].iloc[0]))
+        logs = (folder / "results" / "logs" / "convert_shard" / name / "int4").glob("*.log")
+        largest = max(float(PEAK.search(log.read_text())[1]) for log in logs)
+        more = {"cores": count, "commit": provenance(REPOSITORY)["commit"], "command_seconds": f"{command_seconds:.1f}"}
+        span = max(ended) - min(started)
+        rows.append(row(f"{name}-{shards}-shards", "int4", source_bytes, largest, span, OURS, **more))
     return rows
 
 
@@ -321,7 +369,7 @@ def plot(table: pd.DataFrame, path: Path) -> None:
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    ours = table[(table["tool"] == OURS) & (table["scheme"] != "calibrate")]
+    ours = table[(table["tool"] == OURS) & table["scheme"].isin(SCHEMES)]
     for scheme, rows in ours.groupby("scheme"):
         rows = rows.sort_values("source_bytes")
         axes.plot(rows["source_bytes"] / 1e9, rows["peak_rss_mb"].astype(float), "o", label=scheme)
@@ -344,6 +392,7 @@ def main() -> None:
     geometry.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
     geometry.add_argument("--layers", type=int, nargs="+", default=[2])
     geometry.add_argument("--peer", type=Path)
+    what.add_parser("scaling")
     gpu = what.add_parser("gpu")
     gpu.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
     gpu.add_argument("--layers", type=int, nargs="+", default=[2])
@@ -371,6 +420,8 @@ def main() -> None:
             rows += measure(name, checkpoint, work, options.cores)
             if options.peer:
                 rows += measure_others(name, checkpoint, work, options.cores, options.peer)
+    elif options.what == "scaling":
+        rows += measure_scaling(work, options.cores)
     else:
         folder = options.folder.resolve()
         rows += measure(folder.name, folder, work, options.cores)
