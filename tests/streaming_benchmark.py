@@ -3,7 +3,7 @@
     python tests/streaming_benchmark.py --work DIR [--csv FILE] geometry [--name NAME] [--layers 1 2 …] [--peer PYTHON]
     python tests/streaming_benchmark.py --work DIR [--csv FILE] model FOLDER [--peer PYTHON]
     python tests/streaming_benchmark.py --work DIR [--csv FILE] scaling
-    python tests/streaming_benchmark.py --work DIR [--csv FILE] gpu [--name NAME] [--layers 2]
+    python tests/streaming_benchmark.py --work DIR [--csv FILE] gpu [--name NAME] [--layers 2] [--memory FOLDER]
     python tests/streaming_benchmark.py --csv FILE plot
 
 ``geometry`` writes a random BF16 checkpoint under DIR (kept, and found again); ``model`` takes a Hugging Face folder.
@@ -18,11 +18,14 @@ that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha2
 ``gpu`` converts one random checkpoint on a GPU with orders and importances that are random, too, always from a cold
 disk (it empties the system's cache, for which it must be root), and reads the same files cold with nothing else done.
 ``seconds`` run from the opened checkpoint to the output's last synced byte, ``command_seconds`` over the whole process.
+Two rows tell what the disk allows: reading alone, and reading while as much is written as the output has. With
+``--memory``, a folder that is on no disk, the schemes are measured once more with their output there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -289,20 +292,22 @@ def read_seconds(files: list[Path], threads: int, beside: Path | None = None, be
     return time.perf_counter() - start
 
 
-def measure_gpu(name: str, checkpoint: Path, work: Path, workers: int, runs: int = 3) -> list[dict]:
+def measure_gpu(
+    name: str, checkpoint: Path, work: Path, memory: Path | None, workers: int, runs: int = 3
+) -> list[dict]:
     """Rows of the GPU, of reading alone, and of reading while as much is written: medians of some runs each.
 
     The two that only read and write are those of the fastest of 1, 4 and 8 threads.
     """
+    outputs = {"": work / "out"} | ({} if memory is None else {", output in memory": memory / "out"})
     files = sorted(checkpoint.glob("*.safetensors"))
     source_bytes = sum(file.stat().st_size for file in files)
     common = {"cores": workers, "commit": provenance(REPOSITORY)["commit"]}
     rows = []
     groups = json.dumps([[file.name] for file in files])
-    for scheme in SCHEMES:
+    for (where, output), scheme in itertools.product(outputs.items(), SCHEMES):
         found = []
         for _ in range(runs):
-            output = work / "out"
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
             empty_cache()
@@ -313,12 +318,15 @@ def measure_gpu(name: str, checkpoint: Path, work: Path, workers: int, runs: int
             if done.returncode != 0:
                 sys.exit(done.stderr)
             found.append((*json.loads(done.stdout), whole))
-        print(scheme, *(f"{seconds:.2f}" for seconds, *_ in found), "seconds", flush=True)
+        print(scheme + where, *(f"{seconds:.2f}" for seconds, *_ in found), "seconds", flush=True)
         seconds, peak, whole = sorted(found)[runs // 2]
         more = common | {"command_seconds": f"{whole:.1f}"}
-        rows.append(row(name, scheme, source_bytes, peak, seconds, f"{OURS}, {torch.cuda.get_device_name()}", **more))
+        tool = f"{OURS}, {torch.cuda.get_device_name()}{where}"
+        rows.append(row(name, scheme, source_bytes, peak, seconds, tool, **more))
     output_bytes = sum(file.stat().st_size for file in output.iterdir())
-    beside = output / "beside"
+    for folder in outputs.values():
+        shutil.rmtree(folder)
+    beside = work / "beside"
     for tool, arguments in (("read", ()), ("read and write", (beside, output_bytes))):
         medians = {}
         for threads in (1, 4, 8):
@@ -396,6 +404,7 @@ def main() -> None:
     gpu = what.add_parser("gpu")
     gpu.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
     gpu.add_argument("--layers", type=int, nargs="+", default=[2])
+    gpu.add_argument("--memory", type=Path)
     model = what.add_parser("model")
     model.add_argument("folder", type=Path)
     model.add_argument("--peer", type=Path)
@@ -415,7 +424,7 @@ def main() -> None:
                 shutil.rmtree(checkpoint, ignore_errors=True)
                 write_checkpoint(checkpoint, GEOMETRIES[options.name] | {"num_hidden_layers": layers})
             if options.what == "gpu":
-                rows += measure_gpu(name, checkpoint, work, options.cores)
+                rows += measure_gpu(name, checkpoint, work, options.memory, options.cores)
                 continue
             rows += measure(name, checkpoint, work, options.cores)
             if options.peer:
