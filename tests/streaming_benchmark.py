@@ -16,10 +16,10 @@ that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha2
 ``seconds`` is from the first job's start to the last one's end.
 
 ``gpu`` converts one random checkpoint on a GPU with orders and importances that are random, too, always from a cold
-disk (it empties the system's cache, for which it must be root), and reads the same files cold with nothing else done.
+disk, as the two rows read that tell what the disk allows: reading alone, and reading while as much is written as the
+output has.
 ``seconds`` run from the opened checkpoint to the output's last synced byte, ``command_seconds`` over the whole process.
-Two rows tell what the disk allows: reading alone, and reading while as much is written as the output has. With
-``--memory``, a folder that is on no disk, the schemes are measured once more with their output there.
+With ``--memory``, a folder that is on no disk, the schemes are measured once more with their output there.
 """
 
 from __future__ import annotations
@@ -253,10 +253,12 @@ print(json.dumps([time.perf_counter() - start, peak_memory() / 1e6]))
 """
 
 
-def empty_cache() -> None:
-    """Have the system forget the files that it holds in memory."""
+def forget(files: list[Path]) -> None:
+    """Have the system forget what it holds of these files, so that they are read from the disk again."""
     os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("3")
+    for file in files:
+        with open(file, "rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_seconds(files: list[Path], threads: int, beside: Path | None = None, beside_bytes: int = 0) -> float:
@@ -282,7 +284,7 @@ def read_seconds(files: list[Path], threads: int, beside: Path | None = None, be
                 opened.write(block)
                 os.fdatasync(opened.fileno())
 
-    empty_cache()
+    forget(files)
     start = time.perf_counter()
     with ThreadPoolExecutor(threads + 1) as pool:
         written = None if beside is None else pool.submit(write)
@@ -297,7 +299,7 @@ def measure_gpu(
 ) -> list[dict]:
     """Rows of the GPU, of reading alone, and of reading while as much is written: medians of some runs each.
 
-    The two that only read and write are those of the fastest of 1, 4 and 8 threads.
+    The two that only read and write are those of the faster of 4 and 8 threads.
     """
     outputs = {"": work / "out"} | ({} if memory is None else {", output in memory": memory / "out"})
     files = sorted(checkpoint.glob("*.safetensors"))
@@ -310,7 +312,7 @@ def measure_gpu(
         for _ in range(runs):
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
-            empty_cache()
+            forget(files)
             command = [sys.executable, "-c", CONVERT, checkpoint, output, "cuda", scheme, str(workers), groups]
             start = time.perf_counter()
             done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=LIBRARY)
@@ -329,7 +331,7 @@ def measure_gpu(
     beside = work / "beside"
     for tool, arguments in (("read", ()), ("read and write", (beside, output_bytes))):
         medians = {}
-        for threads in (1, 4, 8):
+        for threads in (4, 8):
             medians[threads] = sorted(read_seconds(files, threads, *arguments) for _ in range(runs))[runs // 2]
         threads = min(medians, key=medians.get)
         fastest = row(name, f"{threads} threads", source_bytes, 0, medians[threads], tool, **common)
