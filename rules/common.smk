@@ -23,7 +23,7 @@ from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
 from otf_llm.families import matched_linears, read_config
 from otf_llm.recovery import claim_directory
-from otf_llm.files import stored_metadata
+from otf_llm.files import check_writable, stored_metadata
 from otf_llm.text import fingerprint_texts, hub_dataset_commit, hub_origin
 from otf_llm.sources import (
     GgufSource,
@@ -68,6 +68,8 @@ def refuse_patterns_without_match():
 
 
 try:
+    check_writable(Path.cwd() / "results")
+    check_writable(Path.cwd() / ".snakemake")
     # Relative paths start from the folder of the user's configuration file, the last one's if there are several.
     CONFIG = load_config(DEFAULTS, config, CONFIG_FILES[-1].parent if CONFIG_FILES else Path.cwd())
     JOB_BYTES = CONFIG.sections["convert"]["job_mb"] * 10**6

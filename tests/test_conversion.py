@@ -448,6 +448,20 @@ def test_widths_that_no_group_divides(tmp_path, tokens, hidden, intermediate):
     assert (logits_of(loaded, tokens) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("vocabulary", [257, 260])
+def test_logits_have_a_column_per_token_and_no_more(tmp_path, tokens, vocabulary, tied):
+    """CNV-26: no padding row of a head may win."""
+    model = build_model("llama", vocab_size=vocabulary, tie_word_embeddings=tied, pad_token_id=None, eos_token_id=255)
+    source = save_checkpoint(tmp_path / "source", model)
+    recipe, _ = convert(source, tmp_path / "out", SchemeSettings(lm_head="int4"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    logits = logits_of(loaded, tokens)
+    assert logits.shape[-1] == vocabulary
+    expected = dense_logits(source, tmp_path / "out", recipe, tokens)
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_a_tied_matrix_that_both_ends_keep_stays_tied(tmp_path, tokens):
     source = save_checkpoint(tmp_path / "source", build_model("llama", tie_word_embeddings=True))
     scheme = SchemeSettings(embedding="keep", lm_head="keep")

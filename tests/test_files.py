@@ -13,6 +13,7 @@ from otf_llm.files import (
     atomic_folder,
     atomic_path,
     check_space,
+    check_writable,
     parse_json_object,
     sha256,
     stored_metadata,
@@ -157,3 +158,18 @@ def test_space_is_checked_against_what_is_still_to_be_written(tmp_path, monkeypa
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, str(tmp_path))
     (tmp_path / ".next.bin.123.partial").write_bytes(b"x" * 5000)  # another job's file, under way
     assert check_space(tmp_path, {"next.bin": 4000})[1] >= 5000
+
+
+def test_what_stands_in_the_way_of_the_results_is_named(tmp_path, monkeypatch):
+    """CNV-51: before anything is calibrated."""
+    check_writable(tmp_path / "absent" / "results")
+    (tmp_path / "results").write_text("")
+    for path in (tmp_path / "results", tmp_path / "results" / "deeper"):
+        with pytest.raises(NotADirectoryError, match=r"it is no folder: '.*/results'$"):
+            check_writable(path)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(NotADirectoryError, match=r"it is no folder: '.*/dangling'$"):
+        check_writable(tmp_path / "dangling")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(PermissionError, match="the folder is read-only"):
+        check_writable(tmp_path / "absent")

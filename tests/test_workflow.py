@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -370,6 +371,36 @@ def test_kills_leave_a_run_that_finishes_with_the_same_bytes(done, tmp_path):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert artifacts(tmp_path) == clean
     assert [path.read_bytes() for path in (done.config, done.repository / "config.yaml")] == configurations
+
+
+def test_a_shard_that_finds_no_room_is_all_that_is_made_again(done, tmp_path):
+    """CNV-50, SMK-01: a limit on file sizes stops the largest shard; kept outputs hold nothing half-written."""
+    shutil.copytree(done.work, tmp_path, dirs_exist_ok=True)
+    clean, source = artifacts(done.work), {path: path.read_bytes() for path in (done.inputs / "model").iterdir()}
+    folder = tmp_path / "results" / "convert" / "tiny" / "int4"
+    shards = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    limit = shards[-1].stat().st_size - 1
+    assert limit > shards[-2].stat().st_size
+    shutil.rmtree(folder)
+    command = done.command("--keep-incomplete", "--keep-going", "convert", work=tmp_path)
+    limited = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=done.inputs,
+        env=environment(),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY)),
+    )
+    assert limited.returncode != 0
+    assert f"File too large while writing: '{shards[-1].relative_to(tmp_path)}'" in limited.stdout + limited.stderr
+    left = {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
+    assert left.keys() == {path.name for path in shards[:-1]}
+    assert {path: path.read_bytes() for path in source} == source
+    assert done.planned("convert", work=tmp_path) == {"convert", "convert_shard", "merge_shards"}
+    finished = done.run(work=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert artifacts(tmp_path) == clean
+    assert left == {name: (folder / name).stat().st_mtime_ns for name in left}
 
 
 def test_a_shard_that_was_spoilt_after_conversion_is_noticed(done, tmp_path):

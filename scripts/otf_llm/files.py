@@ -61,6 +61,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(partial)
 
 
+def check_writable(folder: Path) -> None:
+    """Raises OSError naming what stands in the way of writing under ``folder``, which need not exist yet."""
+    folder = Path(folder).absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        raise OSError(errno.ENOTDIR, "results cannot be written: it is no folder", str(folder))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise OSError(errno.EACCES, "results cannot be written: the folder is read-only", str(folder))
+
+
 def check_space(folder: Path, files: dict[str, int]) -> tuple[int, int]:
     """Bytes that the ``files`` (name → size) still need in ``folder``, and bytes that are free for them.
 
