@@ -378,7 +378,7 @@ def test_a_shard_that_finds_no_room_is_all_that_is_made_again(done, tmp_path):
     shutil.copytree(done.work, tmp_path, dirs_exist_ok=True)
     clean, source = artifacts(done.work), {path: path.read_bytes() for path in (done.inputs / "model").iterdir()}
     folder = tmp_path / "results" / "convert" / "tiny" / "int4"
-    shards = sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    shards = sorted(folder.glob("model-*.safetensors"), key=lambda path: path.stat().st_size)
     limit = shards[-1].stat().st_size - 1
     assert limit > shards[-2].stat().st_size
     shutil.rmtree(folder)
