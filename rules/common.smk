@@ -21,9 +21,10 @@ os.environ.update(PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", 
 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
-from otf_llm.families import matched_linears, read_config
+from otf_llm.families import read_config
 from otf_llm.recovery import claim_directory
 from otf_llm.files import check_writable, stored_metadata
+from otf_llm.scheme_fit import check_lengths, check_scheme
 from otf_llm.text import fingerprint_texts, hub_dataset_commit, hub_origin
 from otf_llm.sources import (
     GgufSource,
@@ -54,15 +55,21 @@ def refuse_unreachable_datasets():
             hub_dataset_commit(text["dataset"], text["revision"])
 
 
-def refuse_patterns_without_match():
-    """Raises ValueError if a scheme keeps linears that a model does not have, where its configuration tells already."""
+def refuse_unsuitable_settings():
+    """Raises ValueError if schemes or lengths do not suit a model, where its config.json is there already."""
     for source in CONFIG.models.values():
+        values = source_config(source)
+        if values is None:
+            continue
+        family, geometry = read_config(values)
+        lengths = {
+            f"config: {section}.{key}": CONFIG.sections[section][key]
+            for section, key in (("calibrate", "sequence_length"), ("validate", "window_length"))
+        }
+        check_lengths(values, lengths)
         for name, scheme in CONFIG.schemes.items():
-            described_model = source_config(source) if scheme.keep else None
-            if described_model is None:
-                continue
             try:
-                matched_linears(*read_config(described_model), scheme.keep)
+                check_scheme(scheme, family, geometry)
             except ValueError as error:
                 raise ValueError(f"config: schemes.{name}.{error}") from error
 
@@ -76,7 +83,7 @@ try:
     SHARD_GROUPS = {model: shard_groups(source, JOB_BYTES) for model, source in CONFIG.models.items()}
     FINGERPRINTS = {model: fingerprint(source) for model, source in CONFIG.models.items()}
     TEXTS = {"calibration": described(CONFIG.calibration), "evaluation": described(CONFIG.evaluation)}
-    refuse_patterns_without_match()
+    refuse_unsuitable_settings()
     refuse_unreachable_datasets()
 except (ValueError, OSError) as error:
     raise WorkflowError(str(error)) from None

@@ -99,6 +99,7 @@ def dense_weight(name, stored, recipe):
     return weight if rows is None else weight[torch.argsort(rows)]
 
 
+UP = "model.layers.1.mlp.up_proj"
 FOLDS = ("residual", "intermediate", "value")
 LINEARS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 SCHEMES = {
@@ -272,6 +273,26 @@ def test_an_artifact_without_a_tensor_is_refused_by_name(tmp_path, name):
 
 
 @pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda entry: entry.update(group_size=34), "group_size is 34, but the scheme's is 64"),
+        (lambda entry: entry["linears"].update({UP: [60, 1, 0]}), f"says of {UP}: 60 input channels"),
+        (lambda entry: entry["linears"].update({UP: [64, 65, 0]}), f"says of {UP}: 64 input channels, 65 of them"),
+        (lambda entry: entry["linears"].update({UP: [64, 1, 1]}), f"no permutation of {UP}'s 64 channels at 1"),
+        (lambda entry: entry["linears"].update({UP: [64, 1, -70]}), f"no permutation of {UP}'s 64 channels at -70"),
+    ],
+)
+def test_an_artifact_whose_configuration_was_edited_is_refused(tmp_path, edit, message):
+    source = save_checkpoint(tmp_path / "source", build_model("llama"))
+    convert(source, tmp_path / "out", SchemeSettings())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    edit(config["quantization_config"])
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     "name", ["model.layers.1.mlp.up_proj.extra", "model.norm.scales", "lm_head.zeros", "adapter.a"]
 )
 def test_an_artifact_with_a_tensor_of_no_module_is_refused_by_name(tmp_path, name):
@@ -423,6 +444,7 @@ def test_linears_that_are_to_be_kept_are_kept(tmp_path, tokens, name, tied):
         (["re:mlp"], "keep: 're:mlp' matches no linear"),
         (["lm_head", "model.norm"], "keep: 'model.norm' matches no linear"),
         (["re:["], r"keep: 're:\[' is no regular expression"),
+        (["re:a{99999999999999999999}"], r"keep: 're:a\{9+\}' is no regular expression"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(tmp_path, patterns, message):

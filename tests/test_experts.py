@@ -222,3 +222,28 @@ def test_the_experts_of_one_layer_can_be_kept_all_together(tmp_path, tokens, fam
     some = SchemeSettings(keep=["model.layers.0.mlp.experts.1.*"])
     with pytest.raises(ValueError, match=r"match 3 of 12 linears of the experts of model\.layers\.0; all or none"):
         convert(source, tmp_path / "some", some)
+
+
+def rename(folder, old, new):
+    path = next(folder.glob("model-*.safetensors"))
+    tensors = load_file(path)
+    tensors[new] = tensors.pop(old)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_kept_expert_of_another_number_is_refused_by_name(tmp_path):
+    scheme = SchemeSettings(keep=["model.layers.0.mlp.experts.*"])
+    convert(one_by_one(tmp_path / "source", "qwen3_moe"), tmp_path / "out", scheme)
+    name = "model.layers.0.mlp.experts.2.down_proj.weight"
+    rename(tmp_path / "out", name, name.replace(".2.", ".7."))
+    with pytest.raises(ValueError, match=rf"lacks 1 tensors: {name}"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    rename(tmp_path / "out", name.replace(".2.", ".7."), name)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_carried_tensors_may_be_called_experts(tmp_path):
+    source = one_by_one(tmp_path / "source", "qwen3_moe")
+    edited(source, lambda tensors: tensors.update({"mtp.layers.0.mlp.experts.0.gate_proj.weight": torch.ones(4, 4)}))
+    convert(source, tmp_path / "out", SCHEMES["default"])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")

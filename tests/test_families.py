@@ -255,6 +255,21 @@ def test_layers_beyond_the_configured_number_are_refused_or_outside_the_table():
     assert "model.layers.2." in said if said else check_tensors(family, shallow, shapes) == surplus
 
 
+def test_biases_are_where_the_configuration_says():
+    """transformers passes over a bias that its module does not have, so one more is no ordinary tensor."""
+    for name in NAMES:
+        family, geometry, shapes, _ = described(name)
+        for path in ("self_attn.o_proj", "mlp.up_proj") if name != "mixtral" else ("self_attn.o_proj",):
+            extra = f"model.layers.3.{path}.bias" if name == "qwen3_5" else f"model.layers.1.{path}.bias"
+            said = refusal(family, geometry, shapes | {extra: (64,)})
+            assert said == f"checkpoint holds {extra}, but by config.json its layer has no such part", name
+    family, geometry, shapes, _ = described("llama", attention_bias=True, mlp_bias=True)
+    assert sum(key.endswith(".bias") for key in shapes) == 2 * 7
+    assert check_tensors(family, geometry, shapes) == []
+    del shapes["model.layers.1.self_attn.o_proj.bias"]
+    assert "lacks tensor model.layers.1.self_attn.o_proj.bias" in refusal(family, geometry, shapes)
+
+
 # Configurations
 
 
@@ -308,6 +323,39 @@ def test_absent_sizes_mean_what_the_familys_class_says(name):
     geometry = Geometry.of(sizes, family)
     assert geometry.num_kv_heads == config.num_key_value_heads
     assert geometry.head_dim == (getattr(config, "head_dim", None) or 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_default_is_that_of_the_familys_class(name):
+    class_name, _ = tiny.FAMILIES[name]
+    family = next(family for family in FAMILIES if family.name == name)
+    config = getattr(transformers, class_name)
+    assert family.model_type == config.model_type
+    values = config().to_dict()
+    for alias, key in family.aliases:
+        values.setdefault(key, values.get(alias))
+    for key, value in family.defaults:
+        assert values[key] == value, key
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok must be from 1 to 4, found 9"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be from 1 to 4, found 0"),
+        ("qwen3_moe", {"num_experts_per_tok": "2"}, "num_experts_per_tok must be from 1 to 4, found '2'"),
+        ("mixtral", {"num_experts": 2}, "num_local_experts is 4, but num_experts is 2"),
+        ("qwen3_moe", {"mlp_only_layers": [1.0]}, r"mlp_only_layers \[1.0\] or decoder_sparse_step 1 is not valid"),
+        ("qwen3_5", {"layer_types": [["full_attention"]] * 4}, "layer_types must name one of"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, found 'false'"),
+        ("llama", {"attention_bias": 1}, "attention_bias must be true or false, found 1"),
+        ("llama", {"model_type": "mistral"}, "LlamaForCausalLM has model_type llama, found 'mistral'"),
+    ],
+)
+def test_values_that_contradict_the_model(name, changes, message):
+    model = build_model(name)
+    with pytest.raises(ValueError, match=rf"^config\.json: {message}"):
+        read_config(model.config.to_dict() | {"architectures": [type(model).__name__]} | changes)
 
 
 def test_head_sizes():

@@ -167,6 +167,13 @@ def placed(module):
     return {name for name, parameter in module.named_parameters() if not parameter.is_meta}
 
 
+def test_a_value_that_transformers_cannot_use_is_told_with_the_file(tmp_path):
+    saved(tmp_path)
+    edit_config(tmp_path, hidden_act="nonsense")
+    with pytest.raises(ValueError, match=r"config\.json: transformers makes no model of it: KeyError: 'nonsense'"):
+        open_layerwise(tmp_path)
+
+
 def test_one_layer_is_in_memory_at_a_time(tmp_path, tokens):
     model = open_layerwise(saved(tmp_path, num_hidden_layers=3))
     assert placed(model.model) == set(), "building the model allocates no weight"

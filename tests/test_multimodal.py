@@ -195,3 +195,24 @@ def test_layers_of_no_known_kind(tmp_path, values, message):
     edit_config(tmp_path, lambda config: config["text_config"].update(values))
     with pytest.raises(ValueError, match=rf"config\.json: {message}"):
         inspect_checkpoint(Checkpoint.open(tmp_path))
+
+
+@pytest.mark.parametrize("family", WHOLE)
+def test_what_a_configuration_leaves_to_its_class(tmp_path, tokens, family):
+    """Published ones give only what differs from the class's defaults, and may leave out the inner model type."""
+    text = multimodal(tmp_path / "source", family)
+    edit_config(tmp_path / "source", lambda config: config["text_config"].pop("model_type"))
+    convert(tmp_path / "source", tmp_path / "out", SCHEMES["nothing"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert torch.equal(logits_of(model, tokens), logits_of(text, tokens))
+    edit_config(tmp_path / "source", lambda config: config["text_config"].update(model_type="llama"))
+    with pytest.raises(ValueError, match=r"ForCausalLM has model_type \w+_text, found 'llama'"):
+        inspect_checkpoint(Checkpoint.open(tmp_path / "source"))
+
+
+def test_the_configuration_of_the_4b_gemma():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    _, geometry = read_config(config)
+    assert (geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, geometry.vocab_size) == (8, 4, 256, 262208)
+    assert geometry.tied

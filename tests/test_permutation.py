@@ -157,6 +157,28 @@ def test_permutation_survives_saving_and_is_one_table(tmp_path):
             )
 
 
+@pytest.mark.parametrize("value", [0, 999])
+def test_a_table_that_is_no_permutation_is_refused(tmp_path, value):
+    """One channel twice and another lost would give a wrong model without a word."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    save_checkpoint(tmp_path / "model", build_model("llama"), torch.float32)
+    _, recipe = plan(tmp_path / "model", PermutationSettings(fold=ALL_FOLDS, order="max_abs_weight"))
+    path = tmp_path / "permutation.safetensors"
+    recipe.permutation.save(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    table = tensors["global_perm_idx"]
+    table[1] = table[0] if value == 0 else value
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(
+        ValueError, match=r"permutation\.safetensors: the order intermediate\.0 is no permutation of 128"
+    ):
+        Permutation.load(path)
+
+
 def test_width_scope_keeps_one_order_per_width(tmp_path):
     save_checkpoint(tmp_path, build_model("llama"))
     _, recipe = plan(tmp_path, PermutationSettings(scope="width", fold=()))

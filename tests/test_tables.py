@@ -201,7 +201,7 @@ def test_the_csv_files_have_fixed_formats_and_equal_bytes(files, tmp_path):
     assert summary[0] == ",".join(SUMMARY_COLUMNS)
     assert summary[3] == (
         "tiny,int4,4.5000,1636,22.5000,0.125000,0.012346,0.937500,triton-cuda,0,c0ffee,"
-        f"{b'tiny'.hex().ljust(64, '0')},int8,tied,64,true,0.01,input-intermediate-natural-0.01-1,2048,3/3,"
+        f"{b'tiny'.hex().ljust(64, '0')},int4,int8,tied,,otf,64,true,0.01,input-intermediate-natural-0.01-1,2048,3/3,"
         "triton-interpreter,2.13.0,5.24.0,3.7.1,0.1.0,cuda,float32"
     )
     assert summary[1].startswith("tiny,source,16.0000,3400,20.0000,0.000000,0.000000,1.000000,torch-cuda,0,c0ffee,")

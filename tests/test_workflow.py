@@ -448,6 +448,23 @@ def test_braces_in_prompts_and_paths_are_text(done, tmp_path):
     assert report["samples"][0]["prompt"] == "{model} {name}"
 
 
+def test_a_scheme_in_the_layout_of_compressed_tensors_has_its_rows(done, tmp_path):
+    theirs = {
+        "base": "int4",
+        "group_size": 32,
+        "embedding": "keep",
+        "export": "compressed-tensors",
+        "permutation": {"outlier_fraction": 0},
+    }
+    shutil.copytree(done.work, tmp_path, dirs_exist_ok=True)
+    config = done.edited({"schemes": {"theirs": theirs}})
+    finished = done.run(work=tmp_path, config=config)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    summary = pd.read_csv(tmp_path / "results" / "tables" / "summary.csv").set_index("scheme")
+    assert summary.loc["theirs", "export"] == "compressed-tensors"
+    assert 0 < summary.loc["theirs", "kld"] < 1.5 * summary.loc["int4", "kld"] + 0.1
+
+
 def test_a_folder_of_pickles_becomes_safetensors(done, tmp_path):
     from safetensors.torch import load_file
 
@@ -485,6 +502,11 @@ def refused(workspace, tmp_path, changes=None, *arguments) -> str:
         ({"schemes": {"int4": {"group_size": 7}}}, "config: schemes.int4.group_size: 7 is less than the minimum of 16"),
         ({"schemes": ["int5"]}, "config: schemes.0: no scheme is called 'int5'"),
         ({"schemes": {"int4": {"keep": ["layers.1."]}}}, "config: schemes.int4.keep: 'layers.1.' matches no linear"),
+        (
+            {"schemes": {"int4": {"lm_head": "tied", "keep": ["lm_head"]}}},
+            "config: schemes.int4.keep: 'lm_head' matches",
+        ),
+        ({"validate": {"window_length": 300}}, "config: validate.window_length: 300 tokens are more than the model's"),
         ({"calibrate": {"batch_size": "two"}}, "config: calibrate.batch_size: 'two' is not of type 'integer'"),
         ({"models": {"tiny": {"source": "./nowhere"}}}, "nowhere does not exist"),
         ({"models": {"tiny": {"source": "org/name"}}}, "needs the 40 hex digits of a commit"),

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from otf_llm.families import (
     Geometry,
     Kind,
     Role,
-    decoder_linears,
     input_name,
     matched_linears,
     read_config,
@@ -41,11 +40,11 @@ from otf_llm.files import sha256
 from otf_llm.packing import pack_int4, packed_width
 from otf_llm.permutation import Permutation
 from otf_llm.quantization import SCALE_DTYPE, dequantize_int4, num_groups, quantize_int4, quantize_int8_rows
+from otf_llm.scheme_fit import NIBBLES_PER_WORD, check_scheme, head_treatment
 from otf_llm.settings import COMPRESSED_TENSORS, SchemeSettings
 from otf_llm.streaming import DTYPES, SafetensorsWriter, TensorSpec
 
 FP16_LARGEST = torch.finfo(torch.float16).max
-NIBBLES_PER_WORD = 8  # of compressed-tensors' int32; a word of them has the bytes of ours
 EXPORTED_SCALES = {"BF16": torch.bfloat16, "F16": torch.float16}  # scales have the model's dtype there
 CUDA_BLOCK_ELEMENTS = 1 << 23  # enough to fill a GPU; as float32, 32 MB
 CUDA_WORKERS = 8  # enough to keep disk and GPU busy; each holds a block in host memory
@@ -93,10 +92,10 @@ class Recipe:
 
         Statistics are read only for what the source ``shards`` hold, so that memory does not grow with the model.
 
-        Raises ValueError where the scheme does not suit the model: a head to be tied that is not, a pattern that
-        matches nothing, or a residual fold with tensors outside the family's table.
+        Raises ValueError where the scheme does not suit the model (`check_scheme`, `check_foldable`).
         """
         family, geometry = read_config(checkpoint.config)
+        check_scheme(scheme, family, geometry)
         permutation = statistics = None
         if scheme.needs_calibration:
             permutation, statistics = Permutation.load(calibrated[0]), {}
@@ -105,25 +104,13 @@ class Recipe:
         recipe = cls(family, geometry, scheme, permutation, statistics, digest)
         if scheme.needs_calibration:
             statistics |= load_statistics(calibrated[1], recipe.inputs_of(checkpoint, shards))
-        _ = recipe.head  # which refuses what cannot be
         check_foldable(recipe, unknown_tensors(family, checkpoint.tensors))
-        if scheme.export == COMPRESSED_TENSORS:
-            check_exportable(recipe)
         return recipe
 
     @property
     def head(self) -> str:
-        """``tied``, ``int4`` or ``keep``.
-
-        Raises ValueError where ``lm_head`` asks for one thing and ``keep`` for another.
-        """
-        if self.family.head not in self.kept:
-            return self.scheme.head_for(self.geometry.tied)
-        if self.scheme.lm_head not in ("auto", "keep"):
-            raise ValueError(
-                f"keep: {self.kept[self.family.head]!r} matches the head, but lm_head is {self.scheme.lm_head}"
-            )
-        return replace(self.scheme, lm_head="keep").head_for(self.geometry.tied)
+        """``tied``, ``int4`` or ``keep``; raises ValueError as `head_treatment` does."""
+        return head_treatment(self.scheme, self.family, self.geometry, self.kept)
 
     def input_of(self, role: Role) -> str:
         """Global name of the input that a linear or the head reads."""
@@ -441,26 +428,6 @@ def fold_tensor(permutation: Permutation, recipe: Recipe, name: str, tensor: tor
     rows, columns = _fold_orders(permutation, recipe, tensor_role(recipe.family, name))
     tensor = tensor if rows is None else tensor[rows]
     return tensor if columns is None else tensor[:, columns]
-
-
-def check_exportable(recipe: Recipe) -> None:
-    """Refuse a model whose linears compressed-tensors' pack-quantized layout cannot hold.
-
-    Raises ValueError naming them: experts, and widths that words of eight codes or whole groups do not divide.
-    """
-    step = math.lcm(NIBBLES_PER_WORD, recipe.scheme.group_size or 1)
-    odd = []
-    for name, _, linear in decoder_linears(recipe.family, recipe.geometry):
-        width = recipe.geometry.linear_shape(linear)[1]
-        if linear.expert is not None and name not in recipe.kept:
-            raise ValueError(f"export: {COMPRESSED_TENSORS} of experts is not supported: {name}; keep them")
-        if width % step and name not in recipe.kept:
-            odd.append(f"{name} ({width})")
-    if odd:
-        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-        raise ValueError(
-            f"export: {COMPRESSED_TENSORS} needs widths that are multiples of {step}: {', '.join(odd[:3])}{more}"
-        )
 
 
 def check_foldable(recipe: Recipe, unknown: list[str]) -> None:

@@ -23,7 +23,7 @@ from otf_llm.families import read_config
 from otf_llm.files import read_json_object, write_json
 from otf_llm.inspection import open_verified
 from otf_llm.modules import packed_modules
-from otf_llm.settings import SOURCE_SCHEME
+from otf_llm.settings import COMPRESSED_TENSORS, SOURCE_SCHEME
 from otf_llm.streaming import load_tensors, save_tensors
 
 LOGITS_ELEMENTS = 1 << 26  # logits held at a time, per model: 256 MB in FP32
@@ -68,7 +68,12 @@ def load_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     if info["missing_keys"]:
         raise ValueError(f"{folder} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}")
-    return model.to(device).eval().requires_grad_(False)
+    model = model.to(device).eval().requires_grad_(False)
+    if stored.get("quantization_config", {}).get("quant_method") == COMPRESSED_TENSORS:
+        # That package unpacks the weights when the whole model first runs; evaluation runs the decoder alone.
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)
+    return model
 
 
 def final_states(model: nn.Module, windows: list[torch.Tensor]) -> Iterator[torch.Tensor]:

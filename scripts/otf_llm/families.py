@@ -183,6 +183,7 @@ def gated_delta_net() -> Block:
 
 ATTENTION, MLP, EXPERTS, LINEAR_ATTENTION = "attention", "mlp", "experts", "linear_attention"
 PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
+ATTENTION_BIAS = tuple((f"self_attn.{name}_proj", "attention_bias") for name in "qkvo")
 DENSE_DECODER = {ATTENTION: attention(), MLP: gated_mlp()}
 NORMED_DECODER = {ATTENTION: attention(head_norms=True), MLP: gated_mlp()}
 
@@ -197,7 +198,8 @@ def _mixtral_layers(config: dict, layer: int) -> tuple[str, str]:
 
 def _qwen3_moe_layers(config: dict, layer: int) -> tuple[str, str]:
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    if not isinstance(dense, list) or type(step) is not int or step < 1:
+    integers = isinstance(dense, list) and all(type(layer) is int for layer in dense)
+    if not integers or type(step) is not int or step < 1:
         raise ValueError(f"config.json: mlp_only_layers {dense!r} or decoder_sparse_step {step!r} is not valid")
     return ATTENTION, EXPERTS if layer not in dense and (layer + 1) % step == 0 else MLP
 
@@ -209,7 +211,8 @@ def _qwen3_5_layers(config: dict, layer: int) -> tuple[str, str]:
             raise ValueError(f"config.json: full_attention_interval {interval!r} is not valid")
         return ATTENTION if (layer + 1) % interval == 0 else LINEAR_ATTENTION, MLP
     known = {"full_attention": ATTENTION, "linear_attention": LINEAR_ATTENTION}
-    if not isinstance(kinds, list) or len(kinds) != config["num_hidden_layers"] or not set(kinds) <= set(known):
+    listed = isinstance(kinds, list) and all(isinstance(kind, str) and kind in known for kind in kinds)
+    if not listed or len(kinds) != config["num_hidden_layers"]:
         raise ValueError(f"config.json: layer_types must name one of {', '.join(known)} per layer, found {kinds!r}")
     return known[kinds[layer]], MLP
 
@@ -219,7 +222,8 @@ class Family:
     """One row of the family table.
 
     ``blocks`` are the mixers and MLPs that its layers are made of, ``kinds(config, layer)`` names the two of a layer.
-    ``norms`` are the per-layer vectors over the residual axis, ``tied_by_default`` what an absent
+    ``norms`` are the per-layer vectors over the residual axis, ``biases`` the linears that have one and the key that
+    says so (None for always), ``tied_by_default`` what an absent
     ``tie_word_embeddings`` means in that family's configuration class, ``defaults`` what other absent sizes are there,
     ``sizes`` further sizes and their keys in the configuration, ``aliases`` other names of such keys. ``multimodal`` is
     an architecture whose language model this is, ``left_out`` what of it does not belong to that. ``renames`` are
@@ -229,9 +233,11 @@ class Family:
 
     name: str
     architecture: str
+    model_type: str
     blocks: Mapping[str, Block] = field(default_factory=lambda: DENSE_DECODER)
     kinds: Callable[[dict, int], tuple[str, str]] = _plain_layers
     norms: tuple[str, ...] = PRE_NORMS
+    biases: tuple[tuple[str, str | None], ...] = ATTENTION_BIAS
     tied_by_default: bool = False
     defaults: tuple[tuple[str, int], ...] = ()
     sizes: tuple[tuple[str, str], ...] = ()
@@ -292,22 +298,43 @@ class Family:
 FUSED_EXPERTS = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM"),
-    Family("mistral", "MistralForCausalLM", defaults=(("num_key_value_heads", 8),)),
-    Family("qwen2", "Qwen2ForCausalLM", defaults=(("num_key_value_heads", 32),)),
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        "llama",
+        biases=(*ATTENTION_BIAS, *((f"mlp.{name}_proj", "mlp_bias") for name in ("gate", "up", "down"))),
+    ),
+    Family("mistral", "MistralForCausalLM", "mistral", biases=(), defaults=(("num_key_value_heads", 8),)),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        "qwen2",
+        biases=tuple((f"self_attn.{name}_proj", None) for name in "qkv"),
+        defaults=(("num_key_value_heads", 32),),
+    ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
+        "qwen3",
         blocks=NORMED_DECODER,
         defaults=(("num_key_value_heads", 32), ("head_dim", 128)),
     ),
     Family(
         "gemma3",
         "Gemma3ForCausalLM",
+        "gemma3_text",
         blocks=NORMED_DECODER,
         norms=(*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm"),
         tied_by_default=True,
-        defaults=(("num_key_value_heads", 4), ("head_dim", 256)),
+        defaults=(
+            ("vocab_size", 262208),
+            ("hidden_size", 2304),
+            ("intermediate_size", 9216),
+            ("num_hidden_layers", 26),
+            ("num_attention_heads", 8),
+            ("num_key_value_heads", 4),
+            ("head_dim", 256),
+        ),
         multimodal="Gemma3ForConditionalGeneration",
         left_out=("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector."),
         renames=(
@@ -319,10 +346,13 @@ FAMILIES = (
     Family(
         "mixtral",
         "MixtralForCausalLM",
+        "mixtral",
+        biases=(),
         blocks={ATTENTION: attention(), EXPERTS: routed_experts()},
         kinds=_mixtral_layers,
-        defaults=(("num_key_value_heads", 8), ("num_local_experts", 8)),
+        defaults=(("num_key_value_heads", 8), ("num_local_experts", 8), ("num_experts_per_tok", 2)),
         sizes=(("num_experts", "num_local_experts"), ("expert_intermediate", "intermediate_size")),
+        aliases=(("num_experts", "num_local_experts"),),
         renames=(
             (r"\.block_sparse_moe\.", ".mlp."),
             (r"(\.mlp\.experts\.\d+)\.w1\.", r"\1.gate_proj."),
@@ -338,15 +368,22 @@ FAMILIES = (
     Family(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
+        "qwen3_moe",
         blocks={ATTENTION: attention(head_norms=True), MLP: gated_mlp(), EXPERTS: routed_experts()},
         kinds=_qwen3_moe_layers,
-        defaults=(("num_key_value_heads", 4), ("num_experts", 128), ("moe_intermediate_size", 768)),
+        defaults=(
+            ("num_key_value_heads", 4),
+            ("num_experts", 128),
+            ("num_experts_per_tok", 8),
+            ("moe_intermediate_size", 768),
+        ),
         sizes=(("num_experts", "num_experts"), ("expert_intermediate", "moe_intermediate_size")),
         aliases=(("num_local_experts", "num_experts"),),
     ),
     Family(
         "qwen3_5",
         "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
         blocks={
             ATTENTION: attention(head_norms=True, gated=True),
             LINEAR_ATTENTION: gated_delta_net(),
@@ -354,6 +391,11 @@ FAMILIES = (
         },
         kinds=_qwen3_5_layers,
         defaults=(
+            ("vocab_size", 248320),
+            ("hidden_size", 4096),
+            ("intermediate_size", 12288),
+            ("num_hidden_layers", 32),
+            ("num_attention_heads", 16),
             ("num_key_value_heads", 4),
             ("head_dim", 256),
             ("linear_num_key_heads", 16),
@@ -386,16 +428,26 @@ def find_family(config: dict) -> Family:
         raise ValueError(f"config.json: architectures must be a list, found {architectures!r}")
     for family in FAMILIES:
         if len(architectures) == 1 and architectures[0] in family.architectures:
+            if architectures[0] == family.architecture:
+                _check_model_type(config, family)
             return family
     names = [name for family in FAMILIES for name in family.architectures]
     found = ", ".join(map(str, architectures)) or f"none given (model_type {config.get('model_type')!r})"
     raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(names)}")
 
 
+def _check_model_type(config: dict, family: Family) -> None:
+    """transformers goes by the model type: another one would be loaded as another model."""
+    if config.get("model_type") not in (None, family.model_type):
+        raise ValueError(
+            f"config.json: {family.architecture} has model_type {family.model_type}, found {config['model_type']!r}"
+        )
+
+
 def language_model_config(config: dict) -> dict:
     """The configuration of a multimodal checkpoint's language model by itself; any other configuration as it is.
 
-    Raises ValueError where a multimodal configuration has no ``text_config``.
+    Raises ValueError where a multimodal configuration has no ``text_config``, or one of another model.
     """
     family = find_family(config)
     if config["architectures"] != [family.multimodal]:
@@ -403,11 +455,14 @@ def language_model_config(config: dict) -> dict:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise ValueError(f"config.json: {family.multimodal} without a text_config, found {text!r}")
+    _check_model_type(text, family)
     outer = {key: config[key] for key in ("dtype", "torch_dtype", "transformers_version") if key in config}
     # Each part may be the one that says it, and the other then holds its class's default.
     flags = [part["tie_word_embeddings"] for part in (text, config) if part.get("tie_word_embeddings") is not None]
+    for flag in flags:
+        _check_flag("tie_word_embeddings", flag)
     tied = {"tie_word_embeddings": any(flags)} if flags else {}
-    return outer | text | {"architectures": [family.architecture]} | tied
+    return outer | text | {"architectures": [family.architecture], "model_type": family.model_type} | tied
 
 
 def read_config(config: dict) -> tuple[Family, Geometry]:
@@ -433,7 +488,8 @@ class Layer:
 class Geometry:
     """Sizes of a decoder, read from ``config.json``; an explicit ``head_dim`` wins over hidden_size / heads.
 
-    ``sizes`` has every size that the family table names, ``layers`` what each layer is made of.
+    ``sizes`` has every size that the family table names, ``layers`` what each layer is made of, ``biases`` the paths of
+    linears that have one.
     """
 
     hidden_size: int
@@ -445,6 +501,7 @@ class Geometry:
     tied: bool
     sizes: Mapping[str, int]
     layers: tuple[Layer, ...]
+    biases: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, config: dict, family: Family) -> Geometry:
@@ -469,7 +526,8 @@ class Geometry:
             if hidden % heads:
                 raise ValueError(f"config.json: head_dim is absent and hidden_size {hidden} is no multiple of {heads}")
             head_dim = hidden // heads
-        tied = config.get("tie_word_embeddings")
+        tied = _check_flag("tie_word_embeddings", config.get("tie_word_embeddings"))
+        biases = [path for path, key in family.biases if key is None or _check_flag(key, config.get(key))]
         sizes = {
             "one": 1,
             "hidden": hidden,
@@ -484,6 +542,9 @@ class Geometry:
             sizes["delta_value"] = sizes["delta_heads"] * sizes["delta_value_head"]
             sizes["delta_qkv"] = 2 * sizes["delta_key_heads"] * sizes["delta_key_head"] + sizes["delta_value"]
         num_experts = sizes.get("num_experts", 0)
+        chosen = config.get("num_experts_per_tok")
+        if num_experts and (type(chosen) is not int or not 1 <= chosen <= num_experts):
+            raise ValueError(f"config.json: num_experts_per_tok must be from 1 to {num_experts}, found {chosen!r}")
         kinds = [family.kinds(config, layer) for layer in range(config["num_hidden_layers"])]
         made = {kind: _make_layer(family, kind, num_experts) for kind in dict.fromkeys(kinds)}
         return cls(
@@ -493,14 +554,22 @@ class Geometry:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=config["vocab_size"],
-            tied=family.tied_by_default if tied is None else bool(tied),
+            tied=family.tied_by_default if tied is None else tied,
             sizes=sizes,
             layers=tuple(made[kind] for kind in kinds),
+            biases=frozenset(biases),
         )
 
     def linear_shape(self, linear: Linear) -> tuple[int, int]:
         """[out_features, in_features] that the configuration demands of a decoder linear."""
         return self.sizes[linear.height], self.sizes[linear.reads.width]
+
+
+def _check_flag(key: str, value: object) -> bool | None:
+    """A flag of the configuration, None where it is absent. Raises ValueError naming it for anything else."""
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"config.json: {key} must be true or false, found {value!r}")
+    return value
 
 
 def _make_layer(family: Family, kind: tuple[str, str], num_experts: int) -> Layer:
@@ -563,19 +632,17 @@ def tensor_role(family: Family, stored: str) -> Role:
     return Role(kind, layer, linear)
 
 
-def fused_experts(family: Family, geometry: Geometry, name: str, shape: tuple[int, ...]) -> list[str]:
+def fused_experts(family: Family, geometry: Geometry, name: str) -> tuple[list[str], tuple[int, int, int]]:
     """The experts' weights that a fused tensor (Kind.EXPERTS) holds one after the other, by their module names.
 
-    Raises ValueError unless its shape is [experts, rows of all parts, columns] of the configuration.
+    And its shape: [experts, rows of all parts, columns].
     """
     parts = FUSED_EXPERTS[re.sub(re.escape(family.layers) + r"\.\d+\.", "", name)]
     stem, sizes = name.rpartition(".")[0], geometry.sizes
     linear = next(linear for linear in family.templates if linear.path.endswith(f"{EXPERT}.{parts[0]}"))
     rows, columns = geometry.linear_shape(linear)
-    expected = (sizes["num_experts"], len(parts) * rows, columns)
-    if tuple(shape) != expected:
-        raise ValueError(f"{name} has shape {list(shape)}, config.json demands {list(expected)}")
-    return [f"{stem}.{expert}.{part}.weight" for expert in range(sizes["num_experts"]) for part in parts]
+    names = [f"{stem}.{expert}.{part}.weight" for expert in range(sizes["num_experts"]) for part in parts]
+    return names, (sizes["num_experts"], len(parts) * rows, columns)
 
 
 def decoder_linears(family: Family, geometry: Geometry) -> Iterator[tuple[str, int, Linear]]:
@@ -606,8 +673,8 @@ def matched_linears(family: Family, geometry: Geometry, patterns: Iterable[str])
     for pattern in patterns:
         try:
             expression = re.compile(pattern[3:] if pattern.startswith("re:") else fnmatch.translate(pattern))
-        except re.error as error:
-            raise ValueError(f"keep: {pattern!r} is no regular expression: {error}") from error
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"keep: {pattern[:100]!r} is no regular expression: {error}") from error
         matched = [name for name in names if expression.fullmatch(name)]
         if not matched:
             raise ValueError(
@@ -630,9 +697,6 @@ def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[in
     tensor of a layer or an expert that the configuration does not have.
     """
     expected = expected_shapes(family, geometry)
-    for name, _, linear in decoder_linears(family, geometry):
-        if f"{name}.bias" in shapes:
-            expected[f"{name}.bias"] = geometry.linear_shape(linear)[:1]
     for name in sorted(shapes):
         role = tensor_role(family, name)
         if role.layer is not None and role.layer >= geometry.num_layers:
@@ -651,11 +715,13 @@ def check_tensors(family: Family, geometry: Geometry, shapes: dict[str, tuple[in
 
 
 def expected_shapes(family: Family, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of the family must hold, biases aside, by its module name."""
+    """Every tensor that a checkpoint of the family must hold, by its module name."""
     hidden = geometry.hidden_size
-    expected: dict[str, tuple[int, ...]] = {
-        f"{name}.weight": geometry.linear_shape(linear) for name, _, linear in decoder_linears(family, geometry)
-    }
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, _, linear in decoder_linears(family, geometry):
+        expected[f"{name}.weight"] = geometry.linear_shape(linear)
+        if linear.path in geometry.biases:
+            expected[f"{name}.bias"] = geometry.linear_shape(linear)[:1]
     for index, layer in enumerate(geometry.layers):
         for dense in layer.dense:
             expected[f"{family.layers}.{index}.{dense.name}"] = tuple(geometry.sizes[size] for size in dense.shape)

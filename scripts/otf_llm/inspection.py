@@ -78,7 +78,9 @@ def _parts(family: Family, geometry: Geometry, info: TensorInfo) -> list[TensorI
     name = family.module_name(info.name)
     if tensor_role(family, name).kind is not Kind.EXPERTS:
         return [replace(info, name=name)]
-    names = fused_experts(family, geometry, name, info.shape)
+    names, shape = fused_experts(family, geometry, name)
+    if info.shape != shape:
+        raise ValueError(f"{name} has shape {list(info.shape)}, config.json demands {list(shape)}")
     rows, columns = info.shape[0] * info.shape[1] // len(names), info.shape[2]
     size = info.size_bytes // len(names)
     return [

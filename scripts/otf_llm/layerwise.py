@@ -65,9 +65,13 @@ class LayerwiseModel:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.checkpoint, self.family, self.dtype, self.device = checkpoint, family, dtype, torch.device(device)
-        config = AutoConfig.from_pretrained(checkpoint.folder).get_text_config(decoder=True)
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        try:
+            config = AutoConfig.from_pretrained(checkpoint.folder).get_text_config(decoder=True)
+            with init_empty_weights(include_buffers=False):
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except Exception as error:  # whatever transformers raises for a value that it cannot use
+            told = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{checkpoint.folder}/config.json: transformers makes no model of it: {told}") from error
         split_experts(model)
         self.model = model.eval().requires_grad_(False)
         for module in self.model.modules():

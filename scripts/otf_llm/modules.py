@@ -13,6 +13,7 @@ from torch import nn
 from otf_llm import reference
 from otf_llm.artifact_format import PERMUTATION_TABLE
 from otf_llm.experts import split_experts
+from otf_llm.packing import is_permutation
 from otf_llm.quantization import num_groups
 
 
@@ -121,15 +122,18 @@ class Int8TiedHead(nn.Module):
 def install_modules(model: nn.Module, config) -> None:
     """Replace the modules that ``config`` (an ``OtfConfig``) lists; weights are loaded into them afterwards.
 
-    Raises ValueError naming a module that the model lacks.
+    Raises ValueError naming a module that the model lacks or that has another width.
     """
     packed_experts = {name.rsplit(".", 2)[0] for name in config.linears if ".experts." in name}
     prefix = f"{model.base_model_prefix}."
     split_experts(model, lambda name: name in packed_experts or prefix + name in packed_experts)
-    for name, (_, num_outliers, _) in config.linears.items():
+    for name, (in_features, num_outliers, _) in config.linears.items():
         if _is_absent_head(model, name):
             continue
         parent, leaf, linear = _locate(model, name)
+        if in_features != linear.in_features or not 0 <= num_outliers <= in_features:
+            told = f"{in_features} input channels, {num_outliers} of them in FP16"
+            raise ValueError(f"config.json says of {name}: {told}; the model has {linear.in_features}")
         dtype = torch.bfloat16 if name in config.bf16_outliers else torch.float16
         with torch.device(linear.weight.device):
             packed = Int4Linear(
@@ -154,12 +158,20 @@ def install_modules(model: nn.Module, config) -> None:
 
 
 def bind_permutation(model: nn.Module, config) -> None:
-    """Give every INT4 linear its slice of the model's one permutation table."""
+    """Give every INT4 linear its slice of the model's one permutation table.
+
+    Raises ValueError naming a linear whose slice is no permutation.
+    """
     for name, (_, _, offset) in config.linears.items():
         if offset is None or _is_absent_head(model, name):
             continue
         _, _, linear = _locate(model, name)
-        linear.perm = getattr(model, PERMUTATION_TABLE)[offset : offset + linear.in_features]
+        perm = getattr(model, PERMUTATION_TABLE)[max(0, offset) : offset + linear.in_features]
+        if not is_permutation(perm.cpu(), linear.in_features):
+            raise ValueError(
+                f"{PERMUTATION_TABLE} holds no permutation of {name}'s {linear.in_features} channels at {offset}"
+            )
+        linear.perm = perm
 
 
 def expected_tensors(model: nn.Module) -> set[str]:

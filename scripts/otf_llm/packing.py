@@ -65,3 +65,8 @@ def unpack_int4(codes: torch.Tensor, num_columns: int) -> torch.Tensor:
     low = (codes & 0xF).to(torch.int8) - NIBBLE_OFFSET
     high = (codes >> 4).to(torch.int8) - NIBBLE_OFFSET
     return torch.stack((low, high), dim=-1).flatten(1)[:, :num_columns].contiguous()
+
+
+def is_permutation(order: torch.Tensor, size: int) -> bool:
+    """Whether integers [K] are 0 … size - 1, each once."""
+    return len(order) == size and torch.equal(order.long().sort().values, torch.arange(size))

@@ -30,6 +30,7 @@ from otf_llm.families import (
     Role,
     decoder_inputs,
 )
+from otf_llm.packing import is_permutation
 from otf_llm.settings import PermutationSettings
 from otf_llm.streaming import load_tensors, save_tensors
 
@@ -144,9 +145,13 @@ class Permutation:
         if TABLE not in tensors or "inputs" not in description:
             raise ValueError(f"{path} is not a permutation table")
         table = tensors[TABLE]
+        orders = {name: table[start : start + size] for name, (start, size) in description["orders"].items()}
+        for name, (_, size) in description["orders"].items():
+            if not is_permutation(orders[name], size):
+                raise ValueError(f"{path}: the order {name} is no permutation of {size} channels; make the file again")
         return cls(
             settings=PermutationSettings.from_dict(description["settings"]),
-            orders={name: table[start : start + size] for name, (start, size) in description["orders"].items()},
+            orders=orders,
             inputs={name: InputOrder(**order) for name, order in description["inputs"].items()},
             unseen=tuple(description["unseen"]),
         )

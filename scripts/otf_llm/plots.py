@@ -56,6 +56,13 @@ STYLE = {
     "svg.hashsalt": "otf-llm-pipeline",  # element ids would be random
 }
 # What a file says of its making, left out: dates and versions.
+# Marker and line of each block of linears: with the colours, enough to tell all of them apart.
+BLOCK_STYLES = {
+    "self_attn": ("o", "-"),
+    "mlp": ("s", "--"),
+    "linear_attn": ("^", "-."),
+    "mlp.experts": ("D", ":"),
+}
 METADATA = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}
 
 CATEGORY_LABELS = {
@@ -145,7 +152,12 @@ def draw_bytes(sizes: pd.DataFrame, models: Sequence[str], colors: Sequence[str]
             left += table[category]
         for position, total in enumerate(left):
             axes.annotate(
-                f"{total:,.1f}", (total, position), (4, 0), textcoords="offset points", va="center", fontsize=8
+                f"{total:,.1f}" if total >= 10 else f"{total:.3g}",
+                (total, position),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
             )
         axes.set(title=model, xlabel="weight files (MB)", xlim=(0, 1.09 * left.max()))
         axes.invert_yaxis()
@@ -173,18 +185,21 @@ def draw_layer_error(layers: pd.DataFrame, models: Sequence[str], colors: Sequen
         scheme = DEFAULT_SCHEME if DEFAULT_SCHEME in schemes else schemes[0]
         rows = rows[rows["scheme"] == scheme]
         kinds = rows["linear"].str.replace(r"\.\d+\.", ".", regex=True)
+        layers_there = range(int(rows["layer"].max()) + 1)
         for index, kind in enumerate(dict.fromkeys(kinds)):
-            errors = rows[kinds == kind].groupby("layer")["relative_error"].mean()
-            block, _, name = kind.removeprefix("self_attn.").rpartition(".")
+            block, _, name = kind.rpartition(".")
+            # A gap where a layer has no such linear; an exact one has no place on a log axis.
+            errors = rows[kinds == kind].groupby("layer")["relative_error"].mean().reindex(layers_there)
+            marker, linestyle = BLOCK_STYLES.get(block, BLOCK_STYLES["self_attn"])
             axes.plot(
-                errors.index.astype(int),
-                errors.where(errors > 0),  # an exact layer has no place on a log axis
+                errors.index,
+                errors.where(errors > 0),
                 color=colors[index % len(colors)],
-                linestyle="--" if block.startswith("mlp") else "-",
-                marker="s" if block.startswith("mlp") else "o",
+                linestyle=linestyle,
+                marker=marker,
                 markersize=3,
                 linewidth=1.2,
-                label=name if block in ("", "mlp") else f"{block.removeprefix('mlp.')}.{name}",
+                label=name if block in ("self_attn", "mlp") else f"{block.removeprefix('mlp.')}.{name}",
             )
         axes.set(title=f"{model}, {scheme}", xlabel="layer", ylabel="weighted squared error, relative")
         _use_log_scale(axes)

@@ -9,12 +9,10 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from otf_llm.artifact_format import FORMAT_VERSION, QUANT_METHOD
-from otf_llm.families import Family, Kind, find_family, tensor_role
+from otf_llm.artifact_format import FORMAT_VERSION, PERMUTATION_TABLE, QUANT_METHOD
+from otf_llm.families import Family, Geometry, Kind, fused_experts, read_config, tensor_role
 
 logger = logging.getLogger(__name__)
-
-FUSED_NAMES = re.compile(r"\.experts\.\d+\.(gate|up|down)_proj\.weight$")
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -29,7 +27,7 @@ class OtfConfig(QuantizationConfigMixin):
     carried: tensors that lie beside the model's own and belong to none of its modules.
     permutation_length: entries of ``global_perm_idx``; permutation_dtype: ``int16`` or ``int32``.
 
-    Raises ValueError for a format version that this library does not know.
+    Raises ValueError for a format version that this library does not know, and for two group sizes.
     """
 
     def __init__(
@@ -50,6 +48,8 @@ class OtfConfig(QuantizationConfigMixin):
             raise ValueError(
                 f"this artifact has format version {format_version}, this otf_llm reads version {FORMAT_VERSION}"
             )
+        if scheme and scheme.get("group_size", group_size) != group_size:
+            raise ValueError(f"group_size is {group_size}, but the scheme's is {scheme['group_size']}")
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         self.scheme = scheme or {}
@@ -82,8 +82,9 @@ class OtfQuantizer(HfQuantizer):
 
         install_modules(model, self.quantization_config)
         if checkpoint_files:
-            family = find_family(model.config.to_dict())
-            _check_stored(checkpoint_files, family, expected_tensors(model), self.quantization_config.carried)
+            family, geometry = read_config(model.config.to_dict())
+            carried = self.quantization_config.carried
+            _check_stored(checkpoint_files, family, geometry, expected_tensors(model), carried)
         return model
 
     def _process_model_after_weight_loading(self, model, **kwargs):
@@ -105,32 +106,34 @@ def _cast_parameters(model, dtype) -> None:
         parameter.data = parameter.data.to(wanted)
 
 
-def _fused(expert: re.Match) -> str:
-    return f".experts.{'down_proj' if expert[1] == 'down' else 'gate_up_proj'}"
-
-
-def _check_stored(files: list[str], family: Family, expected: set[str], carried: list[str]) -> None:
+def _check_stored(files: list[str], family: Family, geometry: Geometry, expected: set[str], carried: list[str]) -> None:
     """Compare what the files hold with what the model needs.
 
     Raises ValueError naming tensors that no file holds, which transformers would initialise at random, or that belong
     to nothing, which it would pass over.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     stored: set[str] = set()
     for path in files:
-        with safe_open(path, framework="pt") as file:
-            # transformers gathers weights of experts that stay dense in one parameter.
-            stored |= {FUSED_NAMES.sub(_fused, family.module_name(name)) for name in file.keys()}
+        try:
+            with safe_open(path, framework="pt") as file:
+                stored |= set(map(family.module_name, file.keys()))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
     prefix = f"{family.layers.partition('.')[0]}."
-    bare = {name.removeprefix(prefix) for name in stored}
-    missing = sorted(expected - stored - bare)
+    if not any(name.startswith(prefix) for name in expected):  # a bare decoder, which has no use for the head
+        expected = {name if name == PERMUTATION_TABLE else prefix + name for name in expected}
+        stored = {name for name in stored if not name.startswith(f"{family.head}.")}
+    for name in [name for name in expected if tensor_role(family, name).kind is Kind.EXPERTS and name not in stored]:
+        # Experts that stay dense are stored one by one; transformers gathers them in one parameter.
+        expected = expected - {name} | set(fused_experts(family, geometry, name)[0])
+    missing = sorted(expected - stored)
     if missing:
         raise ValueError(f"the artifact lacks {len(missing)} tensors: {', '.join(missing[:5])}")
-    known = expected | {prefix + name for name in expected} | set(carried)
-    if not any(name.startswith(prefix) for name in expected):  # a bare decoder has no use for the head
-        known |= {name for name in stored if name.startswith(f"{family.head}.")}
     # Rotary frequencies, which some checkpoints store, are computed anew.
-    strange = sorted(name for name in stored - known if tensor_role(family, name).kind is not Kind.BUFFER)
+    strange = sorted(
+        name for name in stored - expected - set(carried) if tensor_role(family, name).kind is not Kind.BUFFER
+    )
     if strange:
         raise ValueError(f"the artifact holds {len(strange)} tensors of no module: {', '.join(strange[:5])}")

@@ -24,7 +24,7 @@ from otf_llm.accounting import (
     weight_file_sizes,
 )
 from otf_llm.files import atomic_path, read_json_object
-from otf_llm.settings import CHANNEL, SOURCE_SCHEME, PermutationSettings
+from otf_llm.settings import CHANNEL, OTF, SOURCE_SCHEME, PermutationSettings
 
 # Columns that are rounded, with their formats; all other values are written as they are.
 FORMATS = {
@@ -42,9 +42,9 @@ FORMATS = {
 }
 SUMMARY_COLUMNS = (
     "model", "scheme", "bits_per_weight", "size_bytes", "perplexity", "perplexity_rise", "kld", "top1_agreement",
-    "backend", "seed", "commit", "source_digest", "embedding", "lm_head", "group_size", "scale_search",
-    "outlier_fraction", "permutation", "num_tokens", "kernels_passed", "kernel_backend", "torch", "transformers",
-    "triton", "otf_llm", "device", "dtype",
+    "backend", "seed", "commit", "source_digest", "weights", "embedding", "lm_head", "keep", "export", "group_size",
+    "scale_search", "outlier_fraction", "permutation", "num_tokens", "kernels_passed", "kernel_backend", "torch",
+    "transformers", "triton", "otf_llm", "device", "dtype",
 )  # fmt: skip
 BYTE_COLUMNS = ("model", "scheme", "category", "bytes")
 LAYER_COLUMNS = ("model", "scheme", "module", "layer", "linear", "relative_error", "bits")
@@ -338,7 +338,8 @@ def _scheme_cells(result: Result) -> dict:
     if result.scheme == SOURCE_SCHEME:
         return {}
     scheme, head = result.manifest["scheme"], result.manifest["lm_head"]
-    cells = {"embedding": scheme["embedding"], "lm_head": head}
+    cells = {"weights": scheme["weights"], "embedding": scheme["embedding"], "lm_head": head}
+    cells |= {"keep": " ".join(scheme.get("keep", [])) or None, "export": scheme.get("export", OTF)}
     if scheme["weights"] != "int4" and head != "int4":
         return cells
     permutation = PermutationSettings.from_dict(scheme["permutation"])
