@@ -21,7 +21,7 @@ os.environ.update(PYTHONPATH=os.pathsep.join([*LIBRARY, os.getenv("PYTHONPATH", 
 
 from otf_llm.artifact_format import shard_name
 from otf_llm.config import load_config
-from otf_llm.families import read_config
+from otf_llm.decoder import read_config
 from otf_llm.recovery import claim_directory
 from otf_llm.files import check_writable, stored_metadata
 from otf_llm.scheme_fit import check_lengths, check_scheme

@@ -14,6 +14,7 @@ rule weight_statistics:
         code=code(
             "blocks",
             "checkpoint",
+            "decoder",
             "families",
             "files",
             "inspection",
@@ -51,6 +52,7 @@ rule order_channels:
             "blocks",
             "calibration_profile",
             "checkpoint",
+            "decoder",
             "families",
             "files",
             "packing",

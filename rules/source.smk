@@ -30,6 +30,7 @@ rule dequantize_gguf:
             "artifact_format",
             "blocks",
             "checkpoint",
+            "decoder",
             "families",
             "files",
             "gguf",
@@ -87,7 +88,16 @@ rule source_manifest:
     input:
         checkpoint=checkpoint_folder,
         code=code(
-            "blocks", "checkpoint", "families", "files", "inspection", "shards", "sources", "streaming", "written_hash"
+            "blocks",
+            "checkpoint",
+            "decoder",
+            "families",
+            "files",
+            "inspection",
+            "shards",
+            "sources",
+            "streaming",
+            "written_hash",
         ),
     output:
         "results/source/{model}/manifest.json",

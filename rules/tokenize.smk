@@ -14,6 +14,7 @@ rule tokenize_text:
         wheels=text_wheels,
         code=code(
             "artifact_format",
+            "decoder",
             "families",
             "files",
             "registration",

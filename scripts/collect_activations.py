@@ -4,7 +4,7 @@ from pathlib import Path
 
 from otf_llm.calibration import calibrate
 from otf_llm.calibration_profile import save_statistics
-from otf_llm.families import read_config
+from otf_llm.decoder import read_config
 from otf_llm.inspection import open_verified
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.sources import locate_checkpoint

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from otf_llm.calibration import write_second_moments
-from otf_llm.families import read_config
+from otf_llm.decoder import read_config
 from otf_llm.inspection import open_verified
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.sources import locate_checkpoint

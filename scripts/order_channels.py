@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from otf_llm.calibration_profile import load_statistics
-from otf_llm.families import read_config
+from otf_llm.decoder import read_config
 from otf_llm.files import read_json_object
 from otf_llm.permutation import channel_statistics, plan_permutation
 from otf_llm.settings import PermutationSettings

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from otf_llm.families import read_config
+from otf_llm.decoder import read_config
 from otf_llm.inspection import open_verified
 from otf_llm.sources import locate_checkpoint
 from otf_llm.stage import stage

@@ -45,7 +45,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPOSITORY / "scripts"), str(REPOSITORY / "kernels"), str(Path(__file__).parent)]
 
 from otf_llm.blocks import row_blocks  # noqa: E402
-from otf_llm.families import expected_shapes, read_config  # noqa: E402
+from otf_llm.decoder import expected_shapes, read_config  # noqa: E402
 from otf_llm.files import write_json  # noqa: E402
 from otf_llm.stage import provenance  # noqa: E402
 from otf_llm.streaming import SafetensorsWriter, TensorSpec  # noqa: E402
@@ -227,7 +227,8 @@ import torch
 from otf_llm.calibration_profile import ActivationStatistics
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.conversion import Recipe, convert_shard
-from otf_llm.families import HEAD_INPUT, decoder_inputs, read_config
+from otf_llm.decoder import decoder_inputs, read_config
+from otf_llm.families import HEAD_INPUT
 from otf_llm.memory import keep_freed_memory, peak_memory
 from otf_llm.permutation import ChannelStatistics, plan_permutation
 from otf_llm.settings import SchemeSettings

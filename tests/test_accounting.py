@@ -8,7 +8,8 @@ from otf_llm.artifact import merge
 from otf_llm.calibration import calibrate
 from otf_llm.checkpoint import Checkpoint, build_manifest
 from otf_llm.conversion import Recipe, convert_shard
-from otf_llm.families import Geometry, find_family
+from otf_llm.decoder import Geometry
+from otf_llm.families import find_family
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.permutation import channel_statistics, plan_permutation
 from otf_llm.settings import SchemeSettings

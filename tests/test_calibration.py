@@ -9,7 +9,8 @@ import torch
 from otf_llm.calibration import calibrate, write_second_moments
 from otf_llm.calibration_profile import ActivationStatistics, load_statistics, save_statistics
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.families import HEAD_INPUT, decoder_linears, input_name, read_config
+from otf_llm.decoder import decoder_linears, input_name, read_config
+from otf_llm.families import HEAD_INPUT
 from otf_llm.inspection import language_model
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.permutation import channel_statistics, plan_permutation

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from otf_llm.accounting import bits_per_weight, byte_categories
 from otf_llm.checkpoint import Checkpoint
+from otf_llm.decoder import read_config
 from otf_llm.evaluation import final_states, load_model
-from otf_llm.families import read_config
 from otf_llm.scheme_fit import check_scheme
 from otf_llm.settings import PermutationSettings, SchemeSettings
 from test_conversion import convert, dense_logits

@@ -15,7 +15,8 @@ from otf_llm.artifact_format import load_manifest, shard_name, verify_files
 from otf_llm.calibration import calibrate
 from otf_llm.checkpoint import Checkpoint, build_manifest
 from otf_llm.conversion import Recipe, convert_shard
-from otf_llm.families import find_family, read_config, tensor_role
+from otf_llm.decoder import read_config, tensor_role
+from otf_llm.families import find_family
 from otf_llm.inspection import inspect_checkpoint, language_model
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.modules import Int4Linear, Int8Embedding, Int8TiedHead

@@ -1,24 +1,21 @@
-"""The family table against the models themselves: names, shapes, what reads what, and what a configuration means."""
+"""The family table and the decoders that it describes against the models themselves: names, shapes, what reads what, and what a configuration means."""
 
 import pytest
 import torch
 import transformers
 
 import tiny
-from otf_llm.families import (
-    FAMILIES,
-    Axis,
+from otf_llm.decoder import (
     Geometry,
-    Kind,
     check_tensors,
     decoder_inputs,
     decoder_linears,
-    find_family,
     input_name,
     read_config,
     tensor_role,
     unknown_tensors,
 )
+from otf_llm.families import FAMILIES, Axis, Kind, find_family
 from tiny import build_model, separate_experts
 
 NAMES = [family.name for family in FAMILIES]

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from otf_llm.families import expected_shapes, read_config
+from otf_llm.decoder import expected_shapes, read_config
 from otf_llm.files import write_json
 from otf_llm.memory import peak_memory
 
@@ -33,7 +33,8 @@ CONVERT = textwrap.dedent(
     from otf_llm.calibration_profile import ActivationStatistics
     from otf_llm.checkpoint import Checkpoint
     from otf_llm.conversion import Recipe, convert_shard
-    from otf_llm.families import HEAD_INPUT, decoder_inputs, read_config
+    from otf_llm.decoder import decoder_inputs, read_config
+    from otf_llm.families import HEAD_INPUT
     from otf_llm.permutation import ChannelStatistics, plan_permutation
     from otf_llm.settings import SchemeSettings
     from otf_llm.memory import peak_memory

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from otf_llm.checkpoint import Checkpoint, build_manifest
 from otf_llm.conversion import check_foldable
+from otf_llm.decoder import read_config
 from otf_llm.evaluation import load_model, source_head
-from otf_llm.families import read_config
 from otf_llm.inspection import inspect_checkpoint, language_model
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.settings import PermutationSettings, SchemeSettings

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from otf_llm.calibration import calibrate
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.conversion import Recipe, check_foldable, fold_tensor
-from otf_llm.families import HEAD_INPUT, read_config, tensor_role
+from otf_llm.decoder import read_config, tensor_role
+from otf_llm.families import HEAD_INPUT
 from otf_llm.inspection import language_model
 from otf_llm.layerwise import LayerwiseModel
 from otf_llm.permutation import (

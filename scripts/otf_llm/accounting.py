@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from otf_llm.checkpoint import LENGTH_BYTES
-from otf_llm.families import FAMILIES, Family, Kind, Role, tensor_role
+from otf_llm.decoder import Role, tensor_role
+from otf_llm.families import FAMILIES, Family, Kind
 from otf_llm.streaming import DTYPES
 
 CODES, SCALES, FP16_COLUMNS = "codes", "scales", "fp16_columns"

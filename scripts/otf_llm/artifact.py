@@ -18,7 +18,8 @@ from otf_llm.artifact_format import (
 )
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.conversion import KEPT_REASONS, Recipe
-from otf_llm.families import Kind, tensor_role
+from otf_llm.decoder import tensor_role
+from otf_llm.families import Kind
 from otf_llm.files import sha256, write_json
 from otf_llm.settings import COMPRESSED_TENSORS
 from otf_llm.streaming import save_tensors

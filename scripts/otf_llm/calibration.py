@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from otf_llm.calibration_profile import ActivationStatistics
+from otf_llm.decoder import Geometry, decoder_inputs, input_name
 from otf_llm.experts import Experts
-from otf_llm.families import HEAD_INPUT, Family, Geometry, LinearInput, decoder_inputs, input_name
+from otf_llm.families import HEAD_INPUT, Family, LinearInput
 from otf_llm.layerwise import Batch, LayerwiseModel
 from otf_llm.streaming import SafetensorsWriter, TensorSpec
 

@@ -23,19 +23,8 @@ from tqdm import tqdm
 from otf_llm.blocks import BLOCK_ELEMENTS, in_order, row_blocks
 from otf_llm.calibration_profile import ActivationStatistics, load_statistics
 from otf_llm.checkpoint import Checkpoint, TensorInfo
-from otf_llm.families import (
-    HEAD_INPUT,
-    Axis,
-    Family,
-    Geometry,
-    Kind,
-    Role,
-    input_name,
-    matched_linears,
-    read_config,
-    tensor_role,
-    unknown_tensors,
-)
+from otf_llm.decoder import Geometry, Role, input_name, matched_linears, read_config, tensor_role, unknown_tensors
+from otf_llm.families import HEAD_INPUT, Axis, Family, Kind
 from otf_llm.files import sha256
 from otf_llm.packing import pack_int4, packed_width
 from otf_llm.permutation import Permutation

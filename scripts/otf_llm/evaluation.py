@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from otf_llm.artifact_format import verify_files
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.families import read_config
+from otf_llm.decoder import read_config
 from otf_llm.files import read_json_object, write_json
 from otf_llm.inspection import open_verified
 from otf_llm.modules import packed_modules

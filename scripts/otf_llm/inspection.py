@@ -10,16 +10,8 @@ import torch
 
 from otf_llm.blocks import row_blocks
 from otf_llm.checkpoint import Checkpoint, TensorInfo, verify_against_manifest
-from otf_llm.families import (
-    Family,
-    Geometry,
-    Kind,
-    check_tensors,
-    fused_experts,
-    language_model_config,
-    read_config,
-    tensor_role,
-)
+from otf_llm.decoder import Geometry, check_tensors, fused_experts, read_config, tensor_role
+from otf_llm.families import Family, Kind, language_model_config
 from otf_llm.files import read_json_object
 
 logger = logging.getLogger(__name__)

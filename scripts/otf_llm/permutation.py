@@ -20,16 +20,8 @@ from pathlib import Path
 import torch
 
 from otf_llm.calibration_profile import ActivationStatistics
-from otf_llm.families import (
-    HEAD_INPUT,
-    Axis,
-    Family,
-    Geometry,
-    Kind,
-    LinearInput,
-    Role,
-    decoder_inputs,
-)
+from otf_llm.decoder import Geometry, Role, decoder_inputs
+from otf_llm.families import HEAD_INPUT, Axis, Family, Kind, LinearInput
 from otf_llm.packing import is_permutation
 from otf_llm.settings import PermutationSettings
 from otf_llm.streaming import load_tensors, save_tensors

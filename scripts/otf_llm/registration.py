@@ -10,7 +10,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from otf_llm.artifact_format import FORMAT_VERSION, PERMUTATION_TABLE, QUANT_METHOD
-from otf_llm.families import Family, Geometry, Kind, fused_experts, read_config, tensor_role
+from otf_llm.decoder import Geometry, fused_experts, read_config, tensor_role
+from otf_llm.families import Family, Kind
 
 logger = logging.getLogger(__name__)
 

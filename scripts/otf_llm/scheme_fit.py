@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from otf_llm.families import Family, Geometry, decoder_linears, language_model_config, matched_linears
+from otf_llm.decoder import Geometry, decoder_linears, matched_linears
+from otf_llm.families import Family, language_model_config
 from otf_llm.settings import COMPRESSED_TENSORS, SchemeSettings
 
 NIBBLES_PER_WORD = 8  # of compressed-tensors' int32; a word of them has the bytes of ours

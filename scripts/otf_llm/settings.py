@@ -74,7 +74,7 @@ class SchemeSettings:
     scale_search: importance-weighted search of the scales. embedding: ``int8`` or ``keep``.
     lm_head: ``tied`` (reads the embedding's table), ``int4``, ``keep``, or ``auto``: tied where the source's is, else
     int4 when the weights are (kept otherwise). keep: patterns of linears that stay as in the source, whatever
-    ``weights`` says (`otf_llm.families.matched_linears`). export: ``otf``, this library's own layout, or
+    ``weights`` says (`otf_llm.decoder.matched_linears`). export: ``otf``, this library's own layout, or
     ``compressed-tensors``, its pack-quantized one, which has no place for FP16 columns, orders or an INT8 embedding.
     """
 

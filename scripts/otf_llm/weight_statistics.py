@@ -9,7 +9,8 @@ from tqdm import tqdm
 
 from otf_llm.blocks import in_order, row_blocks
 from otf_llm.checkpoint import Checkpoint
-from otf_llm.families import HEAD_INPUT, Family, Geometry, decoder_linears, input_name
+from otf_llm.decoder import Geometry, decoder_linears, input_name
+from otf_llm.families import HEAD_INPUT, Family
 from otf_llm.streaming import load_tensors, save_tensors
 
 ABS_SUM, MAXIMUM = "weight_abs_sum", "weight_max_abs"
