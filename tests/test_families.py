@@ -1,4 +1,4 @@
-"""The family table and the decoders that it describes against the models themselves: names, shapes, what reads what, and what a configuration means."""
+"""The family table, and the decoders that configurations make of it, against the models themselves."""
 
 import pytest
 import torch
