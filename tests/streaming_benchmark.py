@@ -9,7 +9,8 @@
 ``geometry`` writes a random BF16 checkpoint under DIR (kept, and found again); ``model`` takes a Hugging Face folder.
 Both run the pipeline on it as far as ``permute``, and then time ``snakemake convert`` for each scheme. A row's
 ``seconds`` and ``source_mb_per_s`` are those of the convert jobs, imports included; ``command_seconds`` is the whole
-Snakemake command, its start and the merge included. ``peak_rss_mb`` is the largest job's. ``--peer`` names a Python
+Snakemake command, its start and the merge included. ``peak_rss_mb`` is the largest job's. Every row of a conversion,
+of a peer and of ``sha256sum`` is the median of three runs. ``--peer`` names a Python
 that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha256sum`` is timed beside it.
 
 ``scaling`` converts a checkpoint of eight equal shards, each a job of its own, on one core and on as many as there are;
@@ -81,6 +82,7 @@ COLUMNS = (
 OURS = "otf-llm-pipeline"
 LIBRARY = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_WAIT_POLICY": "PASSIVE"}
 SCHEMES = ("int4-no-search", "int4")
+RUNS = 3  # of which the median counts
 PEER = """
 import sys
 from llmcompressor import model_free_ptq
@@ -168,11 +170,15 @@ def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
         rows.append(row(name, rule, source_bytes, largest, seconds, OURS, **common))
     for scheme in SCHEMES:
         folder = results / "convert" / name / scheme
-        shutil.rmtree(folder, ignore_errors=True)
-        command_seconds = snakemake(work, config, cores, str(folder.relative_to(work) / "manifest.json"))
-        jobs = seconds_of(results / "benchmarks" / "convert_shard" / name / scheme / "*.tsv")
-        seconds = max(max(jobs), sum(jobs) / min(cores, len(jobs)))
-        largest = peak(results / "logs" / "convert_shard" / name / scheme / "*.log")
+        runs = []
+        for _ in range(RUNS):
+            shutil.rmtree(folder, ignore_errors=True)
+            command_seconds = snakemake(work, config, cores, str(folder.relative_to(work) / "manifest.json"))
+            jobs = seconds_of(results / "benchmarks" / "convert_shard" / name / scheme / "*.tsv")
+            seconds = max(max(jobs), sum(jobs) / min(cores, len(jobs)))
+            runs.append((seconds, peak(results / "logs" / "convert_shard" / name / scheme / "*.log"), command_seconds))
+        print(scheme, *(f"{seconds:.1f}" for seconds, *_ in runs), "seconds", flush=True)
+        seconds, largest, command_seconds = sorted(runs)[RUNS // 2]
         more = common | {"command_seconds": f"{command_seconds:.1f}"}
         rows.append(row(name, scheme, source_bytes, largest, seconds, OURS, **more))
     return rows
@@ -296,7 +302,7 @@ def read_seconds(files: list[Path], threads: int, beside: Path | None = None, be
 
 
 def measure_gpu(
-    name: str, checkpoint: Path, work: Path, memory: Path | None, workers: int, runs: int = 3
+    name: str, checkpoint: Path, work: Path, memory: Path | None, workers: int
 ) -> list[dict]:
     """Rows of the GPU, of reading alone, and of reading while as much is written: medians of some runs each.
 
@@ -310,7 +316,7 @@ def measure_gpu(
     groups = json.dumps([[file.name] for file in files])
     for (where, output), scheme in itertools.product(outputs.items(), SCHEMES):
         found = []
-        for _ in range(runs):
+        for _ in range(RUNS):
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
             forget(files)
@@ -322,7 +328,7 @@ def measure_gpu(
                 sys.exit(done.stderr)
             found.append((*json.loads(done.stdout), whole))
         print(scheme + where, *(f"{seconds:.2f}" for seconds, *_ in found), "seconds", flush=True)
-        seconds, peak, whole = sorted(found)[runs // 2]
+        seconds, peak, whole = sorted(found)[RUNS // 2]
         more = common | {"command_seconds": f"{whole:.1f}"}
         tool = f"{OURS}, {torch.cuda.get_device_name()}{where}"
         rows.append(row(name, scheme, source_bytes, peak, seconds, tool, **more))
@@ -333,7 +339,7 @@ def measure_gpu(
     for tool, arguments in (("read", ()), ("read and write", (beside, output_bytes))):
         medians = {}
         for threads in (4, 8):
-            medians[threads] = sorted(read_seconds(files, threads, *arguments) for _ in range(runs))[runs // 2]
+            medians[threads] = sorted(read_seconds(files, threads, *arguments) for _ in range(RUNS))[RUNS // 2]
         threads = min(medians, key=medians.get)
         fastest = row(name, f"{threads} threads", source_bytes, 0, medians[threads], tool, **common)
         rows.append(fastest | {"peak_rss_mb": ""})
@@ -352,7 +358,7 @@ def timed(command: list[str]) -> tuple[float, float]:
 
 
 def measure_others(name: str, checkpoint: Path, work: Path, cores: int, peer: Path | None) -> list[dict]:
-    """Rows of sha256sum and, where it is installed, llm-compressor: the median of three runs."""
+    """Rows of sha256sum and, where it is installed, llm-compressor: medians."""
     files = sorted(map(str, checkpoint.glob("*.safetensors")))
     source_bytes = sum(Path(file).stat().st_size for file in files)
     commands = {"sha256sum": ["sha256sum", *files]}
@@ -362,11 +368,12 @@ def measure_others(name: str, checkpoint: Path, work: Path, cores: int, peer: Pa
     rows = []
     for tool, command in commands.items():
         runs = []
-        for _ in range(3):
+        for _ in range(RUNS):
             shutil.rmtree(work / "peer", ignore_errors=True)
             runs.append(timed(command))
         shutil.rmtree(work / "peer", ignore_errors=True)
-        seconds, peak = sorted(runs)[1]
+        print(tool, *(f"{seconds:.1f}" for seconds, _ in runs), "seconds", flush=True)
+        seconds, peak = sorted(runs)[RUNS // 2]
         scheme = "W4A16 model-free" if tool == "llm-compressor" else ""
         rows.append(row(name, scheme, source_bytes, peak, seconds, tool, cores=cores))
         if tool == "sha256sum":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import torch
@@ -37,17 +38,27 @@ def weight_statistics(
         for start, stop in row_blocks(checkpoint.tensors[tensor].shape)
     )
 
+    buffers = threading.local()  # given back and taken again at every block, they would break the heap into pieces
+
     def sums(task: tuple[str, str, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         _, tensor, start, stop = task
-        block = checkpoint.read_rows(tensor, start, stop).float().abs_()
-        return block.sum(0, dtype=torch.float64), block.amax(0)
+        if not hasattr(buffers, "read"):
+            buffers.read, buffers.wide = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float64)
+        info = checkpoint.tensors[tensor]
+        rows, width = stop - start, info.num_elements // info.shape[0]
+        buffers.read.resize_(max(len(buffers.read), info.size_bytes // info.shape[0] * rows))
+        block = checkpoint.read_rows(tensor, start, stop, buffers.read)
+        wide = buffers.wide.resize_(rows, width).copy_(block).abs_()
+        return wide.sum(0), wide.amax(0).float()
 
     statistics = {}
     with tqdm(total=total, unit="B", unit_scale=True, desc="weight statistics") as bar:
         for (name, tensor, start, stop), (abs_sum, maximum) in in_order(sums, tasks, workers):
-            if name in statistics:
-                abs_sum, maximum = statistics[name][0] + abs_sum, torch.maximum(statistics[name][1], maximum)
-            statistics[name] = abs_sum, maximum
+            if name not in statistics:
+                statistics[name] = torch.zeros_like(abs_sum), torch.zeros_like(maximum)
+            # Summed in place: a block's result that were kept would hold a piece of its thread's memory for good.
+            statistics[name][0].add_(abs_sum)
+            torch.maximum(statistics[name][1], maximum, out=statistics[name][1])
             info = checkpoint.tensors[tensor]
             bar.update(info.size_bytes * (stop - start) // info.shape[0])
     return statistics
