@@ -9,9 +9,9 @@
 ``geometry`` writes a random BF16 checkpoint under DIR (kept, and found again); ``model`` takes a Hugging Face folder.
 Both run the pipeline on it as far as ``permute``, and then time ``snakemake convert`` for each scheme. A row's
 ``seconds`` and ``source_mb_per_s`` are those of the convert jobs, imports included; ``command_seconds`` is the whole
-Snakemake command, its start and the merge included. ``peak_rss_mb`` is the largest job's. Every row of a conversion,
-of a peer and of ``sha256sum`` is the median of three runs. ``--peer`` names a Python
-that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha256sum`` is timed beside it.
+Snakemake command, its start and the merge included. ``peak_rss_mb`` is the largest job's. ``--peer`` names a Python
+that has llm-compressor, whose model-free W4A16 converts the same folder; ``sha256sum`` is timed beside it. Rows of a
+scheme, of a peer and of ``sha256sum`` are medians of ``--runs`` runs, three unless told.
 
 ``scaling`` converts a checkpoint of eight equal shards, each a job of its own, on one core and on as many as there are;
 ``seconds`` is from the first job's start to the last one's end.
@@ -82,7 +82,6 @@ COLUMNS = (
 OURS = "otf-llm-pipeline"
 LIBRARY = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2]), "OMP_WAIT_POLICY": "PASSIVE"}
 SCHEMES = ("int4-no-search", "int4")
-RUNS = 3  # of which the median counts
 PEER = """
 import sys
 from llmcompressor import model_free_ptq
@@ -139,7 +138,7 @@ def row(name: str, scheme: str, source_bytes: int, peak: float, seconds: float, 
     return values | {"peak_rss_mb": f"{peak:.0f}", "seconds": f"{seconds:.1f}", "source_mb_per_s": f"{rate:.1f}"}
 
 
-def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
+def measure(name: str, checkpoint: Path, work: Path, cores: int, runs: int) -> list[dict]:
     """Rows of our own: calibration, then every scheme."""
     (work / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 60)
     config = work / f"{name}.yaml"
@@ -170,15 +169,15 @@ def measure(name: str, checkpoint: Path, work: Path, cores: int) -> list[dict]:
         rows.append(row(name, rule, source_bytes, largest, seconds, OURS, **common))
     for scheme in SCHEMES:
         folder = results / "convert" / name / scheme
-        runs = []
-        for _ in range(RUNS):
+        found = []
+        for _ in range(runs):
             shutil.rmtree(folder, ignore_errors=True)
             command_seconds = snakemake(work, config, cores, str(folder.relative_to(work) / "manifest.json"))
             jobs = seconds_of(results / "benchmarks" / "convert_shard" / name / scheme / "*.tsv")
             seconds = max(max(jobs), sum(jobs) / min(cores, len(jobs)))
-            runs.append((seconds, peak(results / "logs" / "convert_shard" / name / scheme / "*.log"), command_seconds))
-        print(scheme, *(f"{seconds:.1f}" for seconds, *_ in runs), "seconds", flush=True)
-        seconds, largest, command_seconds = sorted(runs)[RUNS // 2]
+            found.append((seconds, peak(results / "logs" / "convert_shard" / name / scheme / "*.log"), command_seconds))
+        print(scheme, *(f"{seconds:.1f}" for seconds, *_ in found), "seconds", flush=True)
+        seconds, largest, command_seconds = sorted(found)[runs // 2]
         more = common | {"command_seconds": f"{command_seconds:.1f}"}
         rows.append(row(name, scheme, source_bytes, largest, seconds, OURS, **more))
     return rows
@@ -301,9 +300,7 @@ def read_seconds(files: list[Path], threads: int, beside: Path | None = None, be
     return time.perf_counter() - start
 
 
-def measure_gpu(
-    name: str, checkpoint: Path, work: Path, memory: Path | None, workers: int
-) -> list[dict]:
+def measure_gpu(name: str, checkpoint: Path, work: Path, memory: Path | None, workers: int, runs: int) -> list[dict]:
     """Rows of the GPU, of reading alone, and of reading while as much is written: medians of some runs each.
 
     The two that only read and write are those of the faster of 4 and 8 threads.
@@ -316,7 +313,7 @@ def measure_gpu(
     groups = json.dumps([[file.name] for file in files])
     for (where, output), scheme in itertools.product(outputs.items(), SCHEMES):
         found = []
-        for _ in range(RUNS):
+        for _ in range(runs):
             shutil.rmtree(output, ignore_errors=True)
             output.mkdir(parents=True)
             forget(files)
@@ -328,7 +325,7 @@ def measure_gpu(
                 sys.exit(done.stderr)
             found.append((*json.loads(done.stdout), whole))
         print(scheme + where, *(f"{seconds:.2f}" for seconds, *_ in found), "seconds", flush=True)
-        seconds, peak, whole = sorted(found)[RUNS // 2]
+        seconds, peak, whole = sorted(found)[runs // 2]
         more = common | {"command_seconds": f"{whole:.1f}"}
         tool = f"{OURS}, {torch.cuda.get_device_name()}{where}"
         rows.append(row(name, scheme, source_bytes, peak, seconds, tool, **more))
@@ -339,7 +336,7 @@ def measure_gpu(
     for tool, arguments in (("read", ()), ("read and write", (beside, output_bytes))):
         medians = {}
         for threads in (4, 8):
-            medians[threads] = sorted(read_seconds(files, threads, *arguments) for _ in range(RUNS))[RUNS // 2]
+            medians[threads] = sorted(read_seconds(files, threads, *arguments) for _ in range(runs))[runs // 2]
         threads = min(medians, key=medians.get)
         fastest = row(name, f"{threads} threads", source_bytes, 0, medians[threads], tool, **common)
         rows.append(fastest | {"peak_rss_mb": ""})
@@ -357,7 +354,7 @@ def timed(command: list[str]) -> tuple[float, float]:
     return time.perf_counter() - start, usage.ru_maxrss * 1024 / 1e6
 
 
-def measure_others(name: str, checkpoint: Path, work: Path, cores: int, peer: Path | None) -> list[dict]:
+def measure_others(name: str, checkpoint: Path, work: Path, cores: int, runs: int, peer: Path | None) -> list[dict]:
     """Rows of sha256sum and, where it is installed, llm-compressor: medians."""
     files = sorted(map(str, checkpoint.glob("*.safetensors")))
     source_bytes = sum(Path(file).stat().st_size for file in files)
@@ -367,13 +364,13 @@ def measure_others(name: str, checkpoint: Path, work: Path, cores: int, peer: Pa
         commands["llm-compressor"] = [str(peer), "-c", PEER, str(checkpoint), str(output), str(cores)]
     rows = []
     for tool, command in commands.items():
-        runs = []
-        for _ in range(RUNS):
+        found = []
+        for _ in range(runs):
             shutil.rmtree(work / "peer", ignore_errors=True)
-            runs.append(timed(command))
+            found.append(timed(command))
         shutil.rmtree(work / "peer", ignore_errors=True)
-        print(tool, *(f"{seconds:.1f}" for seconds, _ in runs), "seconds", flush=True)
-        seconds, peak = sorted(runs)[RUNS // 2]
+        print(tool, *(f"{seconds:.1f}" for seconds, _ in found), "seconds", flush=True)
+        seconds, peak = sorted(found)[runs // 2]
         scheme = "W4A16 model-free" if tool == "llm-compressor" else ""
         rows.append(row(name, scheme, source_bytes, peak, seconds, tool, cores=cores))
         if tool == "sha256sum":
@@ -405,6 +402,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--runs", type=int, default=3)
     what = parser.add_subparsers(dest="what", required=True)
     geometry = what.add_parser("geometry")
     geometry.add_argument("--name", choices=GEOMETRIES, default="llama-3.1-70b")
@@ -434,17 +432,17 @@ def main() -> None:
                 shutil.rmtree(checkpoint, ignore_errors=True)
                 write_checkpoint(checkpoint, GEOMETRIES[options.name] | {"num_hidden_layers": layers})
             if options.what == "gpu":
-                rows += measure_gpu(name, checkpoint, work, options.memory, options.cores)
+                rows += measure_gpu(name, checkpoint, work, options.memory, options.cores, options.runs)
                 continue
-            rows += measure(name, checkpoint, work, options.cores)
+            rows += measure(name, checkpoint, work, options.cores, options.runs)
             if options.peer:
-                rows += measure_others(name, checkpoint, work, options.cores, options.peer)
+                rows += measure_others(name, checkpoint, work, options.cores, options.runs, options.peer)
     elif options.what == "scaling":
         rows += measure_scaling(work, options.cores)
     else:
         folder = options.folder.resolve()
-        rows += measure(folder.name, folder, work, options.cores)
-        rows += measure_others(folder.name, folder, work, options.cores, options.peer)
+        rows += measure(folder.name, folder, work, options.cores, options.runs)
+        rows += measure_others(folder.name, folder, work, options.cores, options.runs, options.peer)
     table = pd.DataFrame(rows, columns=COLUMNS)
     print(table.to_string(index=False))
     if options.csv:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-BLOCK_ELEMENTS = 1 << 19  # weights that a thread holds at a time: few enough for the caches, enough to fill a call
+BLOCK_ELEMENTS = 1 << 18  # weights that a thread holds at a time: few enough for the caches, enough to fill a call
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

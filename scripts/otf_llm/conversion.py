@@ -346,16 +346,16 @@ def _int4(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, role: Role, 
             writer.write_rows(f"{module}.outliers", kept.to(outlier_dtype), start, where)
         elif start == 0:
             writer.write(f"{module}.weight_shape", torch.tensor(info.shape))
-        error = _weighted_square(rest - dequantize_int4(codes, scales, group_size), importance[outliers:])
+        difference = dequantize_int4(codes, scales, group_size).sub_(rest)
+        error = _weighted_square(difference, importance[outliers:])
         return error, _weighted_square(rest, importance[outliers:]) + _weighted_square(kept, importance[:outliers])
 
     return _Job(info, specs, row, run)
 
 
-def _weighted_square(matrix: torch.Tensor, importance: torch.Tensor) -> float:
-    """Σ h w² of float32 [N, K] with weights h [K]: float32 along a row, float64 over the rows."""
-    rows = torch.linalg.vector_norm(matrix * importance.sqrt(), dim=1)
-    return rows.double().square().sum().item()
+def _weighted_square(matrix: torch.Tensor, weights: torch.Tensor) -> float:
+    """Σ h m² of float32 [N, K] with weights h [K]: float32 in a row, float64 over rows. Overwrites the matrix."""
+    return torch.mv(matrix.square_(), weights).sum(dtype=torch.float64).item()
 
 
 def _int8_embedding(checkpoint: Checkpoint, info: TensorInfo, recipe: Recipe, module: str, device: _Device) -> _Job:

@@ -50,19 +50,25 @@ def quantize_int4(
         return codes.to(torch.int8), scales.to(scale_dtype)
     width = group_size or columns
     grouped = _grouped(weight, groups, width)
-    scale = _stored(grouped.abs().amax(-1, keepdim=True) / INT4_MAX, scale_dtype)
+    scratch = torch.empty_like(grouped)
+    largest = torch.abs(grouped, out=scratch).amax(-1, keepdim=True)
+    scale = _stored(largest / INT4_MAX, scale_dtype)
     if importance is not None:
         weights = _grouped(importance[None].float(), groups, width)
-        scale = _search_scale(grouped, weights, scale, scale_dtype)
-    codes = _codes(grouped, scale).to(torch.int8).reshape(rows, -1)[:, :columns]
-    return codes, scale.squeeze(-1).to(scale_dtype)
+        scale = _search_scale(grouped, weights, scale, scale_dtype, scratch)
+    codes = _codes(grouped, scale, out=scratch).to(torch.int8).reshape(rows, -1)
+    return codes if codes.shape[1] == columns else codes[:, :columns].contiguous(), scale.squeeze(-1).to(scale_dtype)
 
 
 def dequantize_int4(codes: torch.Tensor, scales: torch.Tensor, group_size: int) -> torch.Tensor:
     """What codes int8 [N, K] and scales [N, G] stand for: float32 [N, K], code times its group's scale."""
-    rows, columns = codes.shape
-    grouped = _grouped(codes.float(), scales.shape[1], group_size or max(columns, 1))
-    return (grouped * scales.float()[:, :, None]).reshape(rows, -1)[:, :columns]
+    values = codes.float()
+    width = group_size or max(codes.shape[1], 1)
+    whole = codes.shape[1] // width
+    values[:, : whole * width].unflatten(1, (whole, width)).mul_(scales[:, :whole, None].float())
+    if whole < scales.shape[1]:
+        values[:, whole * width :].mul_(scales[:, whole:].float())
+    return values
 
 
 def _grouped(matrix: torch.Tensor, groups: int, width: int) -> torch.Tensor:
@@ -83,58 +89,61 @@ def _stored(scale: torch.Tensor, dtype: torch.dtype = SCALE_DTYPE) -> torch.Tens
     return stored
 
 
-def _codes(grouped: torch.Tensor, scale: torch.Tensor, limit: int = INT4_MAX) -> torch.Tensor:
+def _codes(
+    grouped: torch.Tensor, scale: torch.Tensor, limit: int = INT4_MAX, out: torch.Tensor | None = None
+) -> torch.Tensor:
     # A zero scale (zero or vanishing weights) divides by one instead: the codes are then 0, or multiply a zero scale.
-    return (grouped / torch.where(scale > 0, scale, 1.0)).round_().clamp_(-limit, limit)
+    return torch.div(grouped, torch.where(scale > 0, scale, 1.0), out=out).round_().clamp_(-limit, limit)
 
 
 def _search_scale(
-    grouped: torch.Tensor, importance: torch.Tensor, absmax_scale: torch.Tensor, dtype: torch.dtype
+    grouped: torch.Tensor,
+    importance: torch.Tensor,
+    absmax_scale: torch.Tensor,
+    dtype: torch.dtype,
+    scratch: torch.Tensor,
 ) -> torch.Tensor:
     """The scale, float32 [N, G, 1] as ``dtype`` holds it, of the least weighted error found; not worse than absmax / 7.
 
-    The codes q of each clipping ratio have their own best scale, (Σ h w q) / (Σ h q²), which takes
-    (Σ h w q)² / (Σ h q²) off the error Σ h w²; the ratio that takes most wins, and one more least squares step follows.
+    With Σ h w q = f and Σ h q² = n, a scale s takes 2 f s - n s² off the error Σ h w². The codes q of each clipping
+    ratio have their own best scale, f / n, which takes f² / n; the ratio that takes most wins, and one more least
+    squares step follows. ``scratch``, of the size of ``grouped``, is overwritten.
     """
     root = importance.sqrt()
     target = grouped * root
+    product = torch.empty_like(grouped)  # large buffers are reused: new ones cost more than what is done in them
+
+    def sums(codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes.mul_(root)
+        norm = torch.linalg.vector_norm(codes, dim=-1, keepdim=True).square_()
+        return torch.mul(codes, target, out=product).sum(-1, keepdim=True), norm
+
+    def fitted(fit: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        return (fit / torch.where(norm > 0, norm, 1.0)).clamp_min_(0.0)
+
     inverse = torch.where(absmax_scale > 0, 1.0 / absmax_scale, 0.0)
-    codes = torch.empty_like(grouped)
     most = found = torch.zeros_like(absmax_scale)
     step = (1 - SEARCH_LOWEST) / (SEARCH_RATIOS - 1)
     for index in range(SEARCH_RATIOS):
-        torch.mul(grouped, inverse / (SEARCH_LOWEST + index * step), out=codes).round_().clamp_(-INT4_MAX, INT4_MAX)
-        gain, fitted = _fit(codes, root, target)
+        ratio = SEARCH_LOWEST + index * step
+        codes = torch.mul(grouped, inverse / ratio, out=scratch).round_().clamp_(-INT4_MAX, INT4_MAX)
+        fit, norm = sums(codes)
+        scale = fitted(fit, norm)
+        gain = fit * scale
         won = gain > most
-        most, found = torch.where(won, gain, most), torch.where(won, fitted, found)
+        most, found = torch.where(won, gain, most), torch.where(won, scale, found)
+
     best = absmax_scale
-    best_error = _weighted_error(grouped, importance, best, _codes(grouped, best))
-    best, best_error = _better(grouped, importance, _stored(found, dtype), best, best_error)
-    _, refined = _fit(_codes(grouped, best), root, target)
-    best, _ = _better(grouped, importance, _stored(refined, dtype), best, best_error)
+    fit, norm = sums(_codes(grouped, best, out=scratch))
+    gain = (2 * fit - norm * best) * best
+    for refined in (False, True):
+        candidate = _stored(fitted(fit, norm) if refined else found, dtype)
+        candidate_fit, candidate_norm = sums(_codes(grouped, candidate, out=scratch))
+        candidate_gain = (2 * candidate_fit - candidate_norm * candidate) * candidate
+        won = candidate_gain > gain
+        best, gain = torch.where(won, candidate, best), torch.where(won, candidate_gain, gain)
+        fit, norm = torch.where(won, candidate_fit, fit), torch.where(won, candidate_norm, norm)
     return best
-
-
-def _fit(codes: torch.Tensor, root: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the best scale for ``codes`` takes off the error, and that scale; both 0 where no code has weight.
-
-    ``root`` is √h and ``target`` √h w; ``codes`` is overwritten.
-    """
-    codes.mul_(root)
-    norm = torch.linalg.vector_norm(codes, dim=-1, keepdim=True).square_()
-    fit = torch.linalg.vecdot(codes, target, dim=-1).unsqueeze(-1)
-    scale = (fit / torch.where(norm > 0, norm, 1.0)).clamp_min_(0.0)
-    return fit * scale, scale
-
-
-def _better(grouped, importance, candidate, best, best_error):
-    error = _weighted_error(grouped, importance, candidate, _codes(grouped, candidate))
-    won = error < best_error
-    return torch.where(won, candidate, best), torch.where(won, error, best_error)
-
-
-def _weighted_error(grouped, importance, scale, codes) -> torch.Tensor:
-    return codes.mul(scale).sub_(grouped).square_().mul_(importance).sum(-1, keepdim=True)
 
 
 def quantize_int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,13 +42,14 @@ def weight_statistics(
 
     def sums(task: tuple[str, str, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         _, tensor, start, stop = task
-        if not hasattr(buffers, "read"):
-            buffers.read, buffers.wide = torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.float64)
         info = checkpoint.tensors[tensor]
-        rows, width = stop - start, info.num_elements // info.shape[0]
-        buffers.read.resize_(max(len(buffers.read), info.size_bytes // info.shape[0] * rows))
+        count = info.num_elements // info.shape[0] * (stop - start)
+        if getattr(buffers, "count", 0) < count:
+            buffers.count = count
+            buffers.read = torch.empty(count * info.size_bytes // info.num_elements, dtype=torch.uint8)
+            buffers.wide = torch.empty(count, dtype=torch.float64)
         block = checkpoint.read_rows(tensor, start, stop, buffers.read)
-        wide = buffers.wide.resize_(rows, width).copy_(block).abs_()
+        wide = buffers.wide[:count].view_as(block).copy_(block).abs_()
         return wide.sum(0), wide.amax(0).float()
 
     statistics = {}
