@@ -28,19 +28,41 @@ def test_every_dtype_and_empty_tensors_come_back(tmp_path):
     )
 
 
-def test_rows_may_come_in_blocks_and_out_of_order(tmp_path):
-    tensor = torch.randn(7, 3)
-    specs = [TensorSpec("w", torch.float32, (7, 3)), TensorSpec("b", torch.float16, (2,))]
+@pytest.mark.parametrize("gathered_bytes", [0, 1 << 24])
+def test_rows_may_come_in_blocks_and_out_of_order(tmp_path, monkeypatch, gathered_bytes):
+    monkeypatch.setattr("otf_llm.streaming.GATHERED_BYTES", gathered_bytes)
+    tensor, plain = torch.randn(7, 3), torch.randn(4, 2)
+    specs = [
+        TensorSpec("w", torch.float32, (7, 3)),
+        TensorSpec("b", torch.float16, (2,)),
+        TensorSpec("plain", torch.float32, (4, 2)),
+        TensorSpec("empty", torch.float16, (7, 0)),
+    ]
     path = tmp_path / "x.safetensors"
-    with SafetensorsWriter(path, specs) as writer:
-        writer.write_rows("w", tensor[5:], 5)
+    with SafetensorsWriter(path, specs, hashed=True) as writer:
+        for order in ([6, 5], [4, 0, 2], [1, 3]):
+            writer.write_rows("w", tensor[order], 0, torch.tensor(order))
+            writer.write_rows("empty", torch.empty(len(order), 0, dtype=torch.float16), 0, torch.tensor(order))
         writer.write("b", torch.ones(2, dtype=torch.float16))
-        writer.write_rows("w", tensor[[4, 0, 2]], 0, torch.tensor([4, 0, 2]))
-        writer.write_rows("w", tensor[[1, 3]], 0, torch.tensor([1, 3]))
+        writer.write_rows("plain", plain[2:], 2)
+        writer.write_rows("plain", plain[:2], 0)
         assert not path.exists(), "nothing stands under the final name before every byte is there"
     assert torch.equal(load_file(path)["w"], tensor)
+    assert torch.equal(load_file(path)["plain"], plain)
     assert path.stat().st_size == writer.size_bytes
+    assert writer.sha256 == sha256(path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_blocks_with_and_without_an_order_do_not_mix(tmp_path):
+    specs = [TensorSpec("w", torch.float32, (4, 3))]
+    with (
+        pytest.raises(ValueError, match="w: some of its blocks"),
+        SafetensorsWriter(tmp_path / "x.safetensors", specs) as writer,
+    ):
+        writer.write_rows("w", torch.ones(2, 3), 2)
+        writer.write_rows("w", torch.ones(2, 3), 0, torch.tensor([0, 1]))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_bytes_do_not_depend_on_the_order_of_the_specs(tmp_path):

@@ -33,6 +33,7 @@ DTYPES = {
     "F64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+GATHERED_BYTES = 1 << 24  # tensors up to here wait in memory for rows in another order: a write a row is slow
 ALIGNMENT = 8  # bytes; headers are padded to it and tensors begin at multiples of it, so that they can be mapped
 
 
@@ -88,7 +89,8 @@ class SafetensorsWriter:
         self._starts = {name: start + len(self._header) for name, start in starts.items()}
         self._accounting = threading.Lock()
         self._missing = {spec.name: spec.size_bytes for spec in specs}
-        self._scattered: set[str] = set()  # tensors of which some rows came in another order
+        self._ordered: dict[str, bool] = {}  # whether a tensor's rows come in another order
+        self._gathered: dict[str, torch.Tensor] = {}  # those of them that are small, until all rows are there
         self.size_bytes = len(self._header) + offset
         self.header_bytes = len(self._header)
 
@@ -128,37 +130,53 @@ class SafetensorsWriter:
         self._account(name, 0, len(data))
 
     def write_rows(self, name: str, rows: torch.Tensor, start: int, order: torch.Tensor | None = None) -> None:
-        """Write ``rows`` [R, ...] as rows start … start + R - 1, or, with ``order`` (int64 [R]), as rows ``order``."""
+        """Write ``rows`` [R, ...] as rows start … start + R - 1, or, with ``order`` (int64 [R]), as rows ``order``.
+
+        Raises ValueError for rows that do not fit, and for a tensor whose blocks come partly with an order.
+        """
         spec = self._specs[name]
         if tuple(rows.shape[1:]) != spec.shape[1:] or rows.dtype != spec.dtype:
             raise ValueError(f"{name}: a block of {rows.dtype} {list(rows.shape)} does not fit {spec}")
+        if self._ordered.setdefault(name, order is not None) != (order is not None):
+            raise ValueError(f"{name}: some of its blocks come with an order and some without")
         row_bytes = spec.size_bytes // spec.shape[0] if spec.shape[0] else 0
-        data = _bytes_of(rows)
         if order is None:
             if start + rows.shape[0] > spec.shape[0]:
                 raise ValueError(f"{name}: rows {start}..{start + rows.shape[0]} of {spec.shape[0]}")
+            data = _bytes_of(rows)
             self._put(self._starts[name] + start * row_bytes, data)
             self._account(name, start * row_bytes, len(data))
+        elif row_bytes == 0:
+            return
+        elif spec.size_bytes <= GATHERED_BYTES:
+            with self._accounting:
+                if name not in self._gathered:
+                    self._gathered[name] = torch.empty(spec.shape, dtype=spec.dtype)
+            whole = self._gathered[name].index_copy_(0, order.cpu(), rows.cpu())
+            if self._account(name, None, len(rows) * row_bytes):
+                self._put(self._starts[name], _bytes_of(whole))
+                del self._gathered[name]
+                self._wrote_whole(name)
         else:
-            view = memoryview(data)
+            view = _bytes_of(rows)
             for first, last, row in _runs(order):
                 self._put(self._starts[name] + row * row_bytes, view[first * row_bytes : last * row_bytes])
-            self._account(name, None, len(data))
+            if self._account(name, None, len(view)):
+                self._wrote_whole(name)
 
-    def _account(self, name: str, start: int | None, written: int) -> None:
-        """Note that bytes of a tensor are written, from its byte ``start`` on, or here and there (None)."""
+    def _account(self, name: str, start: int | None, written: int) -> bool:
+        """Note that bytes of a tensor came, from its byte ``start`` on, or here and there (None); whether all have."""
         with self._accounting:
             self._missing[name] -= written
             missing = self._missing[name]
-            if start is None:
-                self._scattered.add(name)
         if missing < 0:
             raise ValueError(f"{name}: more rows were written than {self._specs[name]} holds")
-        first = self._starts[name]
-        if name not in self._scattered:
-            self._wrote(first + start, first + start + written)
-        elif missing == 0:
-            self._wrote(first, first + self._specs[name].size_bytes)
+        if start is not None:
+            self._wrote(self._starts[name] + start, self._starts[name] + start + written)
+        return missing == 0
+
+    def _wrote_whole(self, name: str) -> None:
+        self._wrote(self._starts[name], self._starts[name] + self._specs[name].size_bytes)
 
     def _wrote(self, start: int, stop: int) -> None:
         if self.hashed:
@@ -175,7 +193,8 @@ def _runs(order: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(first, last, row): positions [first, last) of ``order`` that hold row, row + 1, row + 2 …"""
     breaks = (order.diff() != 1).nonzero().flatten().add_(1).tolist()
     edges = [0, *breaks, len(order)] if len(order) else []
-    return ((first, last, int(order[first])) for first, last in pairwise(edges))
+    rows = order.tolist()
+    return ((first, last, rows[first]) for first, last in pairwise(edges))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
