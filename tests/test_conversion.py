@@ -364,6 +364,22 @@ def test_values_beyond_fp16_stay_finite(tmp_path, tokens):
     assert torch.isfinite(logits_of(loaded, tokens)).all()
 
 
+def test_norms_and_biases_beyond_fp16_are_carried_as_they_are(tmp_path):
+    """CNV-12: neither is stored in FP16."""
+    model = build_model("qwen2")
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = 70144.0
+        model.model.layers[1].self_attn.q_proj.bias[2] = 1e5
+    source = save_checkpoint(tmp_path / "source", model)
+    convert(source, tmp_path / "out", SchemeSettings())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    before = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for name in ("layers.0.input_layernorm.weight", "layers.1.self_attn.q_proj.bias"):
+        stored = loaded.model.get_parameter(name)
+        assert torch.equal(stored, before.model.get_parameter(name))
+        assert stored.max() > torch.finfo(torch.float16).max
+
+
 def test_tying_a_head_that_is_not_tied_is_refused(tmp_path):
     source = save_checkpoint(tmp_path / "source", build_model("llama"))
     with pytest.raises(ValueError, match="not tied to its embedding"):
