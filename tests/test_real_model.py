@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+import otf_llm  # noqa: F401 - transformers loads a converted folder only after it
 from imports import REPOSITORY
 
 MODEL = "smollm2-135m-instruct"
