@@ -11,7 +11,6 @@ import torch
 from otf_llm.quantization import INT4_MAX
 
 NIBBLE_OFFSET = 8  # stored nibble = q + 8; nibble 0 (q = -8) is never written, since codes are symmetric
-PADDING_NIBBLE = NIBBLE_OFFSET  # q = 0
 
 
 def packed_width(num_columns: int) -> int:
@@ -38,7 +37,7 @@ def pack_int4(q: torch.Tensor) -> torch.Tensor:
         if lowest < -INT4_MAX or highest > INT4_MAX:
             raise ValueError(f"q holds values from {lowest} to {highest}, outside [-{INT4_MAX}, {INT4_MAX}]")
     if q.shape[1] % 2:
-        q = torch.nn.functional.pad(q, (0, 1))
+        q = torch.nn.functional.pad(q, (0, 1))  # with q = 0
     if q.numel() == 0:
         return q.new_empty(q.shape[0], q.shape[1] // 2, dtype=torch.uint8)
     # Two codes at a time, the later one in the high byte: q's low four bits, the sign's one turned, are q + 8.

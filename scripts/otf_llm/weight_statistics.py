@@ -57,7 +57,7 @@ def weight_statistics(
         for (name, tensor, start, stop), (abs_sum, maximum) in in_order(sums, tasks, workers):
             if name not in statistics:
                 statistics[name] = torch.zeros_like(abs_sum), torch.zeros_like(maximum)
-            # Summed in place: a block's result that were kept would hold a piece of its thread's memory for good.
+            # Summed in place: the results of blocks, kept, would pin pieces of their threads' memory for good.
             statistics[name][0].add_(abs_sum)
             torch.maximum(statistics[name][1], maximum, out=statistics[name][1])
             info = checkpoint.tensors[tensor]
