@@ -11,6 +11,7 @@ include: "rules/permute.smk"
 include: "rules/convert.smk"
 include: "rules/validate.smk"
 include: "rules/tables.smk"
+include: "rules/benchmark.smk"
 
 
 rule all:

@@ -29,6 +29,15 @@ LARGE_SHAPES = ((4096, 4096, 41), (3072, 8192, 82))
 TABLES = ((1, 1), (259, 65), (260, 64), (32000, 576))  # V, H
 GROUP_SIZES = (0, 64, 128)
 ODD_GROUP_SIZES = (1, 5, 96)  # groups that begin inside a byte, or that no power of two divides
+PACKED_SHAPES = ((1, 8, 0), (7, 63, 1), (260, 257, 3), (96, 1000, 9), (3, 40, 40), (3072, 3072, 31), (1000, 8192, 82))
+PACKED_GROUP_SIZES = (0, 64, 128, 256)
+PACKED_TOKENS = (0, 1, 2, 7, 16, 17, 33, 64, 65, 128, 130, 300)
+# block_m, block_n, num_warps, num_stages, programs_per_sm, split, early
+PACKED_CONFIGS = (
+    (8, 64, 4, 3, 3, 5, True), (8, 128, 4, 3, 2, 1, False), (16, 128, 4, 4, 2, 13, True), (16, 256, 8, 2, 1, 2, False),
+    (32, 64, 4, 2, 1, 3, True), (64, 256, 8, 3, 1, 4, True), (64, 128, 8, 3, 1, 7, False), (128, 64, 4, 3, 1, 2, True),
+    (128, 256, 8, 2, 1, 5, True),
+)  # fmt: skip
 OFFSET_ROWS, OFFSET_BYTES = 524_300, 4_096  # 2.15 GB of codes: offsets pass 2^31
 OFFSET_MEMORY = 24 << 30
 
@@ -141,6 +150,52 @@ def check_grid(device: str) -> list[dict]:
     return rows
 
 
+def packed_cases(device: str):
+    """(name, layer, numbers of tokens, configuration or None) of the Hopper kernel's grid."""
+    from otf_kernels.hopper import Config
+
+    for shape, group_size, plain in itertools.product(PACKED_SHAPES, PACKED_GROUP_SIZES, (False, True)):
+        layer = random_layer(*shape, group_size, permuted=not plain, biased=not plain, device=device)
+        yield f"{layer.name}{', permuted' * (not plain)}", layer, PACKED_TOKENS, None
+    layer = random_layer(1000, 4000, 41, 64, device=device)
+    for values in PACKED_CONFIGS:
+        config = Config(*values)
+        yield str(values), layer, (1, config.block_m, 4 * config.block_m), config
+
+
+def check_packed(device: str) -> list[dict]:
+    """The Hopper kernel over packed layers: every shape, group size and number of tokens, then every configuration."""
+    rows = []
+    for name, layer, token_counts, config in packed_cases(device):
+        packed = pack(layer)
+        errors = [packed_error(layer, packed, tokens, config) for tokens in token_counts]
+        rows.append(result("hopper", name, torch.float16, errors, layer.in_features))
+    return rows
+
+
+def pack(layer: Int4Layer):
+    from otf_kernels.packed_int4 import pack_layer
+
+    return pack_layer(
+        layer.codes, layer.scales, layer.outliers,
+        in_features=layer.in_features, group_size=layer.group_size, bias=layer.bias,
+    )  # fmt: skip
+
+
+def packed_error(layer: Int4Layer, packed, tokens: int, config=None) -> float:
+    """Relative error of one launch; infinite when a second one differs in any bit or an output is left unwritten."""
+    from otf_kernels.hopper import int4_linear
+    from otf_kernels.packed_int4 import arrange
+
+    x = random_activations(tokens, layer.in_features, torch.float16, layer.codes.device)
+    arranged = arrange(x, packed, layer.perm)
+    y = torch.full((tokens, packed.out_features), 777.0, dtype=torch.float16, device=x.device)
+    int4_linear(arranged, packed, out=y, config=config)
+    if not torch.equal(y, int4_linear(arranged, packed, config=config)):
+        return math.inf
+    return relative_error(y, apply_layer(reference.int4_linear, x.double(), layer))
+
+
 def check_offsets(device: str) -> list[dict]:
     """Codes and outputs of more than 2^31 elements: the last rows, which 32-bit offsets would not reach."""
     from otf_kernels.int4_linear import int4_linear
@@ -246,7 +301,41 @@ def compile_for_hopper() -> int:
             constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
             options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
             compile_kernel(int8_embedding.int8_linear_kernel, pointers, constants, **options)
-    return count
+    return count + compile_gluon_for_hopper()
+
+
+def compile_gluon_for_hopper() -> int:
+    """Compile the Hopper kernel in every configuration of PACKED_CONFIGS; return how many."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from otf_kernels import hopper
+
+    kernel = hopper.int4_linear_kernel
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    groups = itertools.cycle(((0, "*i16"), (1, "*i16"), (2, "*i32"), (4, "*i64")))
+    for values, (per_block, scales) in zip(PACKED_CONFIGS, groups, strict=False):
+        config = hopper.Config(*values)
+        constants = {
+            "HAS_BIAS": per_block > 0, "GROUPS": per_block, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
+            "STAGES": config.num_stages, "EARLY": config.early,
+        }  # fmt: skip
+        types = {
+            "x_tokens": f"tensordesc<fp16[{config.block_m}, 64],{layout!r}>",
+            "words_rows": f"tensordesc<i16[{config.block_n}, 64],{layout!r}>",
+            "outlier_rows": f"tensordesc<fp16[{config.block_n}, 64],{layout!r}>",
+            "scales": scales, "row_factors": "*fp32", "bias": "*fp32", "y": "*fp16", "parts": "*fp32",
+            "arrivals": "*i32",
+        }  # fmt: skip
+        signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+        places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        options = {"num_warps": config.num_warps, "maxnreg": config.registers, "launch_pdl": True}
+        compiled = triton.compile(GluonASTSource(kernel, signature, places), GPUTarget("cuda", 90, 32), options)
+        if compiled.metadata.shared > config.shared_memory:
+            raise ValueError(f"{values} takes {compiled.metadata.shared} bytes of shared memory, not the planned")
+    return len(PACKED_CONFIGS)
 
 
 def main() -> int:
@@ -263,6 +352,10 @@ def main() -> int:
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     rows = [*check_grid("cuda"), *check_graph("cuda"), *check_offsets("cuda")]
+    if torch.cuda.get_device_capability()[0] == 9:
+        rows += check_packed("cuda")
+    else:
+        print("hopper: skipped, needs a GPU of compute capability 9.x")
     for row in rows:
         verdict = "ok" if row["passed"] else "FAILED"
         print(

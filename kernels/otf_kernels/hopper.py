@@ -1,0 +1,441 @@
+"""INT4 linear layers on Hopper GPUs (compute capability 9.x), in one launch: tensor cores fed from packed words.
+
+A program computes a tile of y.T, ``block_n`` output features by ``block_m`` tokens, over its share of the channels. One
+warp has the copy engine fetch a stage of words and activations into shared memory, several stages ahead; the other
+warps read words from there, turn them into scaled half-precision weights in registers and give those to the tensor
+cores as their left operand, whose right operand is the activations in shared memory. While one plane is multiplied the
+next is made. Outlier columns are further steps of the same loop. Where tiles are too few for the GPU, ``split``
+programs share a tile's channels: each writes its float32 part and the last to arrive adds them, always in the same
+order, so the result is the same bits in every run.
+
+Layout: ``packed_int4``. Only float16 activations: bfloat16 cannot hold u · 2^-20 and its neighbours without a shift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from otf_kernels import check_tensor
+from otf_kernels.packed_int4 import ALIGNMENT, BLOCK, MOST_TOKEN_TILES, PLANE, PackedInt4
+
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
+
+REGISTERS = 65536  # of a multiprocessor
+MOST_REGISTERS = 240  # a thread may have 255; the compiler keeps some
+PRODUCER_REGISTERS = gl.constexpr(24)
+PRODUCER_WARPS = 4  # one works, and registers are handed out to four at a time
+SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that programs may use
+RESERVED_SHARED_MEMORY = 1280  # of each program, beside the stages
+MOST_SPLIT = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a launch is cut up.
+
+    block_m: tokens of a tile, 8, 16, 32, 64 or 128.
+    block_n: output features of a tile, 64 for every four warps or a multiple of that.
+    num_warps: warps that multiply, 4 or 8.
+    num_stages: stages of 256 channels in shared memory.
+    programs_per_sm: programs that shall fit a multiprocessor at a time.
+    split: programs that share a tile's channels; 1 when tokens take more than MOST_TOKEN_TILES tiles.
+    early: fetch the first stages' weights before the preceding kernel has finished (programmatic dependent launch).
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    split: int
+    early: bool
+
+    @property
+    def shared_memory(self) -> int:
+        return self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m) + RESERVED_SHARED_MEMORY
+
+    @property
+    def registers(self) -> int:
+        """Of a thread at the launch; the multiplying warps then take the producer's."""
+        threads = 32 * (self.num_warps + PRODUCER_WARPS) * self.programs_per_sm
+        return min(MOST_REGISTERS, REGISTERS // threads // 8 * 8)
+
+
+def choose_config(num_rows: int, aligned_features: int, aligned_outliers: int, num_tokens: int, num_sms: int) -> Config:
+    """A configuration for y [num_tokens, num_rows] that needs no tuning."""
+    block_m = min(128, max(8, 1 << (num_tokens - 1).bit_length()))
+    weights = num_rows * aligned_features
+    if block_m <= 16:
+        # Long rows of work keep memory busy by themselves; short ones start while the preceding kernel ends.
+        large = weights >= 60_000_000
+        shape = (128, 4, 3, 2, False) if large else (64, 4, 3, 3, True)
+    elif block_m <= 64:
+        if weights >= 60_000_000:
+            shape = (256, 8, 3, 1, True) if num_rows >= 8192 else (128, 8, 3, 1, True)
+        else:
+            shape = (128, 8, 3, 1, True) if weights >= 20_000_000 else (64, 4, 3, 1, True)
+    else:
+        shape = (256, 8, 2, 1, True) if num_rows >= 8192 and weights >= 60_000_000 else (64, 4, 3, 1, True)
+    block_n, num_warps, num_stages, programs_per_sm, early = shape
+    steps = num_steps(aligned_features, aligned_outliers)
+    tiles = -(-num_rows // block_n) * -(-num_tokens // block_m)
+    split = 1
+    if -(-num_tokens // block_m) <= MOST_TOKEN_TILES:
+        split = max(1, min(programs_per_sm * num_sms // tiles, steps, MOST_SPLIT))
+        split = -(-steps // -(-steps // split))  # no program without a step
+    return Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, early)
+
+
+def num_steps(aligned_features: int, aligned_outliers: int) -> int:
+    """Steps of the main loop: 256 background channels each, then 64 outlier columns each."""
+    return -(-(aligned_features - aligned_outliers) // BLOCK) + -(-aligned_outliers // PLANE)
+
+
+def int4_linear(
+    x: torch.Tensor, packed: PackedInt4, *, out: torch.Tensor | None = None, config: Config | None = None
+) -> torch.Tensor:
+    """y = x · Wᵀ (+ bias) for a packed layer, in one launch.
+
+    Args:
+        x: float16 [..., packed.aligned_features] on a Hopper GPU, in the kernels' order: the outlier channels, zeros up
+            to a multiple of 8, the background channels, zeros up to a multiple of 8. Tokens may lie apart by any
+            multiple of 8 elements.
+        packed: the layer.
+        out: contiguous float16 [..., N] to write to, or None to allocate it.
+        config: how to cut the work up, or None to choose.
+
+    Returns:
+        float16 [..., N].
+
+    Raises ValueError naming the argument whose dtype, device, shape, stride or alignment does not fit.
+    """
+    width = packed.aligned_features
+    if x.dtype is not torch.float16:
+        raise ValueError(f"x must be float16, not {str(x.dtype).removeprefix('torch.')}")
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"x must have shape [..., {width}], not {list(x.shape)}")
+    if x.device != packed.words.device:
+        raise ValueError(f"x is on {x.device}, but the packed layer is on {packed.words.device}")
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
+        raise ValueError(f"x is on {x.device}, but this kernel needs a Hopper GPU (compute capability 9.x)")
+    num_rows = packed.out_features
+    y_shape = (*x.shape[:-1], num_rows)
+    if out is None:
+        out = torch.empty(y_shape, dtype=x.dtype, device=x.device)
+    else:
+        check_tensor("out", out, (x.dtype,), y_shape, x.device)
+    if out.numel() == 0:
+        return out
+    tokens = x.reshape(-1, width)
+    num_tokens = tokens.shape[0]
+    stride = tokens.stride(0) if num_tokens > 1 else width
+    if tokens.stride(1) != 1 or stride % ALIGNMENT or tokens.data_ptr() % 16:
+        raise ValueError(f"x must have its channels side by side and tokens 16-byte aligned, not strides {x.stride()}")
+
+    if config is None:
+        sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+        config = choose_config(num_rows, width, packed.aligned_outliers, num_tokens, sms)
+    _check_config(config, num_tokens)
+    blocks = packed.words.shape[0]
+    has_outliers = packed.aligned_outliers > 0
+    steps = num_steps(width, packed.aligned_outliers)
+    token_tiles = -(-num_tokens // config.block_m)
+    tiles = token_tiles * -(-num_rows // config.block_n)
+    parts = out  # some pointer must stand there, unread without a split
+    if config.split > 1:
+        parts = torch.empty(
+            tiles * config.split * config.block_n * config.block_m, dtype=torch.float32, device=x.device
+        )
+    groups = 0 if packed.group_size == 0 else packed.scales.shape[2]
+    words = packed.words.view(-1, PLANE)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * PLANE, element_bitwidth=16, rank=2)
+    outliers = packed.outliers if has_outliers else words.view(torch.float16)
+    with torch.cuda.device(x.device):
+        int4_linear_kernel[(tiles * config.split,)](
+            TensorDescriptor(tokens, [num_tokens, width], [stride, 1], [config.block_m, PLANE], layout),
+            TensorDescriptor(words, list(words.shape), [PLANE, 1], [config.block_n, PLANE], layout),
+            TensorDescriptor(outliers, list(outliers.shape), [outliers.shape[1], 1], [config.block_n, PLANE], layout),
+            packed.scales.view({0: torch.int16, 1: torch.int16, 2: torch.int32, 4: torch.int64}[groups]),
+            packed.row_factors,
+            packed.row_factors if packed.bias is None else packed.bias,
+            out,
+            parts,
+            packed.arrivals,
+            num_tokens, num_rows, packed.aligned_outliers, blocks, steps,
+            -(-steps // config.split), config.split, token_tiles,
+            HAS_BIAS=packed.bias is not None,
+            GROUPS=groups,
+            BLOCK_M=config.block_m,
+            BLOCK_N=config.block_n,
+            STAGES=config.num_stages,
+            EARLY=config.early,
+            num_warps=config.num_warps,
+            maxnreg=config.registers,
+            launch_pdl=True,
+        )  # fmt: skip
+    return out
+
+
+def _check_config(config: Config, num_tokens: int) -> None:
+    if config.block_m not in (8, 16, 32, 64, 128):
+        raise ValueError(f"config.block_m must be 8, 16, 32, 64 or 128, not {config.block_m}")
+    if config.num_warps not in (4, 8) or config.block_n not in (16 * config.num_warps, 32 * config.num_warps):
+        raise ValueError(
+            f"config must have 4 or 8 warps and 16 or 32 output features a warp, not num_warps {config.num_warps} and "
+            f"block_n {config.block_n}"
+        )
+    if config.num_stages < 2 or config.shared_memory * config.programs_per_sm > SHARED_MEMORY:
+        raise ValueError(
+            f"config.num_stages must be at least 2 and fit {SHARED_MEMORY} bytes of shared memory, not "
+            f"{config.num_stages} ({config.programs_per_sm} x {config.shared_memory} bytes)"
+        )
+    if config.split < 1 or (config.split > 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
+        raise ValueError(
+            f"config.split must be at least 1, and 1 when tokens take over {MOST_TOKEN_TILES} tiles, not {config.split}"
+        )
+
+
+@gluon.jit
+def _low_plane(words, scale, offset):
+    """Half-precision weights of the codes at bits 3..0: u * 2^-24 * scale + offset, rounded once."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 u; and.b32 u, $1, 0x000F000F; fma.rn.f16x2 $0, u, $2, $3;}", "=r,r,r,r",
+        [words, scale[:, None], offset[:, None]], dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _high_plane(words, scale, offset):
+    """The same of the codes at bits 7..4, which are u * 2^-20 where they stand."""
+    return gl.inline_asm_elementwise(
+        "{.reg .b32 u; and.b32 u, $1, 0x00F000F0; fma.rn.f16x2 $0, u, $2, $3;}", "=r,r,r,r",
+        [words, (scale * 0.0625)[:, None], offset[:, None]], dtype=gl.float16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _upper_codes(words):
+    """Words whose bits 7..0 are the bits 15..8; what comes from the neighbour above is masked out later."""
+    return gl.inline_asm_elementwise("shr.b32 $0, $1, 8;", "=r,r", [words], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def _scale(bits, group: gl.constexpr, GROUPS: gl.constexpr):
+    """Scale of plane ``group`` of 4, from the bits of a row's GROUPS scales of a block."""
+    index: gl.constexpr = group * GROUPS // 4 if GROUPS > 1 else 0
+    return (bits >> (16 * index)).to(gl.int16).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def _fetch(x_tokens, words_rows, stages, ready, slot, block, num_rows, row, token, first, PART: gl.constexpr):
+    """Start the copies of a background step's stage: words, and the activations of the four planes."""
+    x0, x1, x2, x3, tiles = stages
+    if PART != "activations":
+        mbarrier.expect(ready, words_rows.block_type.nbytes + 4 * x_tokens.block_type.nbytes)
+        tma.async_copy_global_to_shared(words_rows, [block * num_rows + row, 0], ready, tiles.index(slot))
+    if PART != "words":
+        channel = first + block * 256
+        tma.async_copy_global_to_shared(x_tokens, [token, channel], ready, x0.index(slot))
+        tma.async_copy_global_to_shared(x_tokens, [token, channel + 64], ready, x1.index(slot))
+        tma.async_copy_global_to_shared(x_tokens, [token, channel + 128], ready, x2.index(slot))
+        tma.async_copy_global_to_shared(x_tokens, [token, channel + 192], ready, x3.index(slot))
+
+
+@gluon.jit
+def _advance(slot, phase, STAGES: gl.constexpr):
+    slot += 1
+    phase = gl.where(slot == STAGES, phase ^ 1, phase)
+    return gl.where(slot == STAGES, 0, slot), phase
+
+
+@gluon.jit
+def _produce(sources, stages, barriers, sizes, begin, end, row, token, STAGES: gl.constexpr, EARLY: gl.constexpr):
+    """The copying warp: fill stages as they become free."""
+    x_tokens, words_rows, outlier_rows = sources
+    x0, _, _, _, tiles = stages
+    ready, free = barriers
+    num_rows, first, blocks = sizes
+    middle = gl.minimum(end, blocks)
+    ahead = 0
+    if EARLY:
+        # Weights do not depend on the preceding kernel; activations do.
+        ahead = gl.maximum(gl.minimum(middle - begin, STAGES), 0)
+        for i in range(ahead):
+            _fetch(x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "words")
+    tl.extra.cuda.gdc_wait()
+    for i in range(ahead):
+        _fetch(x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "activations")
+    slot = gl.where(ahead == STAGES, 0, ahead)
+    phase = gl.where(ahead == STAGES, 0, 1)
+    for block in range(begin + ahead, middle):
+        mbarrier.wait(free.index(slot), phase)
+        _fetch(x_tokens, words_rows, stages, ready.index(slot), slot, block, num_rows, row, token, first, "both")
+        slot, phase = _advance(slot, phase, STAGES)
+    for step in range(gl.maximum(begin, blocks), end):
+        mbarrier.wait(free.index(slot), phase)
+        channel = (step - blocks) * 64
+        columns = tiles.index(slot)._reinterpret(gl.float16, outlier_rows.block_type.shape, outlier_rows.layout)
+        mbarrier.expect(ready.index(slot), outlier_rows.block_type.nbytes + x_tokens.block_type.nbytes)
+        tma.async_copy_global_to_shared(outlier_rows, [row, channel], ready.index(slot), columns)
+        tma.async_copy_global_to_shared(x_tokens, [token, channel], ready.index(slot), x0.index(slot))
+        slot, phase = _advance(slot, phase, STAGES)
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@gluon.jit
+def _consume(
+    stages, barriers, pointers, sizes, begin, end, row, token, part, split, tile, HAS_BIAS: gl.constexpr,
+    GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """The multiplying warps: words to weights to sums, then the tile's epilogue."""
+    x0, x1, x2, x3, tiles = stages
+    ready, free = barriers
+    scales, row_factors, bias, y, parts, arrivals = pointers
+    num_rows, num_tokens, blocks = sizes
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    middle = gl.minimum(end, blocks)
+
+    scale_rows = scales + gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, left)), num_rows - 1)
+    bits = gl.load(scale_rows + (gl.minimum(begin, blocks - 1) * num_rows if GROUPS > 0 else 0))
+    acc = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma))
+    slot = 0
+    phase = 0
+    before = 0
+    for block in range(begin, middle):
+        s0 = _scale(bits, 0, GROUPS)
+        s1 = _scale(bits, 1, GROUPS)
+        s2 = _scale(bits, 2, GROUPS)
+        s3 = _scale(bits, 3, GROUPS)
+        if GROUPS > 0:
+            bits = gl.load(scale_rows + gl.minimum(block + 1, middle - 1) * num_rows)
+        mbarrier.wait(ready.index(slot), phase)
+        words = tiles.index(slot).load(left)
+        weights = _low_plane(words, s0, s0 * -4.76837158203125e-07)  # -8 * 2^-24
+        acc = warpgroup_mma(weights, x0.index(slot).permute([1, 0]), acc, is_async=True)
+        # At most one plane in flight keeps large tiles within their registers; two hide more latency for small ones.
+        # Either way the preceding stage has been multiplied by the time it is handed back.
+        if BLOCK_M > 16:
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+            mbarrier.arrive(free.index(before), pred=block > begin)
+        weights = _high_plane(words, s1, s1 * -4.76837158203125e-07)
+        acc = warpgroup_mma(weights, x1.index(slot).permute([1, 0]), acc, is_async=True)
+        if BLOCK_M > 16:
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+        else:
+            acc = warpgroup_mma_init(warpgroup_mma_wait(2, [acc]))
+            mbarrier.arrive(free.index(before), pred=block > begin)
+        words = _upper_codes(words)
+        weights = _low_plane(words, s2, s2 * -4.76837158203125e-07)
+        acc = warpgroup_mma(weights, x2.index(slot).permute([1, 0]), acc, is_async=True)
+        if BLOCK_M > 16:
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+        weights = _high_plane(words, s3, s3 * -4.76837158203125e-07)
+        acc = warpgroup_mma(weights, x3.index(slot).permute([1, 0]), acc, is_async=True)
+        if BLOCK_M > 16:
+            acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+        before = slot
+        slot, phase = _advance(slot, phase, STAGES)
+    acc = warpgroup_mma_wait(0, [acc])
+    mbarrier.arrive(free.index(before), pred=begin < middle)
+
+    rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
+    read_rows = gl.minimum(rows, num_rows - 1)
+    acc = warpgroup_mma_init(acc * gl.load(row_factors + read_rows)[:, None])
+    for _ in range(gl.maximum(begin, blocks), end):
+        mbarrier.wait(ready.index(slot), phase)
+        columns = tiles.index(slot)._reinterpret(gl.float16, [BLOCK_N, 64], layout)
+        acc = warpgroup_mma(columns, x0.index(slot).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma_init(warpgroup_mma_wait(0, [acc]))
+        mbarrier.arrive(free.index(slot))
+        slot, phase = _advance(slot, phase, STAGES)
+    total = warpgroup_mma_wait(0, [acc])
+
+    tl.extra.cuda.gdc_wait()  # nothing is written while the preceding kernel may still read it
+    tile_tokens = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))
+    inside = (token + tile_tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
+    last = split == 1
+    if split > 1:
+        # Whole tiles, without a mask, so that stores and loads stay as wide as the layout allows.
+        place = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))[:, None] * BLOCK_M + tile_tokens[None, :]
+        tile_parts = parts + tile * split * (BLOCK_N * BLOCK_M)
+        gl.store(tile_parts + part * (BLOCK_N * BLOCK_M) + place, total)
+        barrier()
+        last = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == split - 1
+        if last:
+            # As many parts at once as registers allow: their loads wait together.
+            AT_ONCE: gl.constexpr = max(1, min(4, 2048 * NUM_WARPS // (BLOCK_N * BLOCK_M)))
+            total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
+            for i in range(0, split, AT_ONCE):
+                for j in gl.static_range(AT_ONCE):
+                    source = tile_parts + (i + j) * (BLOCK_N * BLOCK_M) + place
+                    total += gl.load(source, mask=i + j < split, other=0.0, cache_modifier=".cg")
+            gl.store(arrivals + tile, 0)
+    if last:
+        if HAS_BIAS:
+            total += gl.load(bias + read_rows)[:, None]
+        place = (token + tile_tokens).to(gl.int64)[None, :] * num_rows + rows[:, None]
+        gl.store(y + place, total.to(gl.float16), mask=inside)
+
+
+@gluon.jit(do_not_specialize=("num_tokens", "blocks", "steps", "steps_per_part", "split", "token_tiles"))
+def int4_linear_kernel(
+    x_tokens, words_rows, outlier_rows, scales, row_factors, bias, y, parts, arrivals,
+    num_tokens, num_rows, first, blocks, steps, steps_per_part, split, token_tiles,
+    HAS_BIAS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr,
+):  # fmt: skip
+    """Part ``program % split`` of tile ``program // split`` of y.T; token tiles vary fastest: weights stay in L2."""
+    program = gl.program_id(0)
+    tile = program // split
+    part = program % split
+    begin = part * steps_per_part
+    end = gl.minimum(begin + steps_per_part, steps)
+    token = tile % token_tiles * BLOCK_M
+    row = tile // token_tiles * BLOCK_N
+
+    tiles = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 64], words_rows.layout)
+    x0 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    x1 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    x2 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    x3 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    stages = (x0, x1, x2, x3, tiles)
+    barriers = (ready, free)
+    pointers = (scales, row_factors, bias, y, parts, arrivals)
+    layout: gl.constexpr = outlier_rows.layout
+    NUM_WARPS: gl.constexpr = gl.num_warps()
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (stages, barriers, pointers, (num_rows, num_tokens, blocks), begin, end, row, token, part, split, tile,
+                 HAS_BIAS, GROUPS, BLOCK_M, BLOCK_N, STAGES, layout, NUM_WARPS),
+            ),
+            (
+                _produce,
+                ((x_tokens, words_rows, outlier_rows), stages, barriers, (num_rows, first, blocks), begin, end, row,
+                 token, STAGES, EARLY),
+            ),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )  # fmt: skip
