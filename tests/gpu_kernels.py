@@ -3,7 +3,7 @@
     PYTHONPATH=scripts:kernels python tests/gpu_kernels.py [--out DIR]
 
 prints the largest relative error of every case, writes it to DIR/gpu_kernels.tsv, and exits with 1 if any is too large.
-``--compile-only`` needs no GPU: it compiles the kernels for a Hopper GPU and runs nothing.
+``--compile-only`` needs no GPU: it compiles the kernels for Ampere, Ada, Hopper and Blackwell GPUs and runs nothing.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PACKED_CONFIGS = (
     (32, 64, 4, 2, 1, 3, True), (64, 256, 8, 3, 1, 4, True), (64, 128, 8, 3, 1, 7, False), (128, 64, 4, 3, 1, 2, True),
     (128, 256, 8, 2, 1, 5, True),
 )  # fmt: skip
+OTHER_CAPABILITIES = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes a program may have
 OFFSET_ROWS, OFFSET_BYTES = 524_300, 4_096  # 2.15 GB of codes: offsets pass 2^31
 OFFSET_MEMORY = 24 << 30
 
@@ -84,12 +85,29 @@ def random_activations(tokens: int, width: int, dtype: torch.dtype, device: torc
     return torch.randn(tokens, width, generator=torch.Generator().manual_seed(tokens)).to(device, dtype)
 
 
-def apply_layer(function, x: torch.Tensor, layer: Int4Layer, **options) -> torch.Tensor:
-    """Call a launcher, or the reference, on a stored layer."""
-    return function(
+def reference_layer(x: torch.Tensor, layer: Int4Layer) -> torch.Tensor:
+    """The reference on a stored layer."""
+    return reference.int4_linear(
         x, layer.codes, layer.scales, layer.outliers,
-        in_features=layer.in_features, group_size=layer.group_size, perm=layer.perm, bias=layer.bias, **options,
+        in_features=layer.in_features, group_size=layer.group_size, perm=layer.perm, bias=layer.bias,
     )  # fmt: skip
+
+
+def pack(layer: Int4Layer):
+    """A stored layer in the kernels' order."""
+    from otf_kernels.int4_layout import pack_layer
+
+    return pack_layer(
+        layer.codes, layer.scales, layer.outliers,
+        in_features=layer.in_features, group_size=layer.group_size, bias=layer.bias,
+    )  # fmt: skip
+
+
+def apply_layer(x: torch.Tensor, layer: Int4Layer, **options) -> torch.Tensor:
+    """The kernel on a stored layer."""
+    from otf_kernels.int4_linear import int4_linear
+
+    return int4_linear(x, pack(layer), perm=layer.perm, **options)
 
 
 def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
@@ -122,7 +140,6 @@ def layer_cases(device: str):
 
 def check_grid(device: str) -> list[dict]:
     """Every case of the grid: one row per layer and dtype, with the worst error over the numbers of tokens."""
-    from otf_kernels.int4_linear import int4_linear
     from otf_kernels.int8_embedding import int8_embedding, int8_linear
 
     rows = []
@@ -130,8 +147,8 @@ def check_grid(device: str) -> list[dict]:
         errors = []
         for tokens in token_counts:
             x = random_activations(tokens, layer.in_features, dtype, device)
-            y = apply_layer(int4_linear, x, layer)
-            errors.append(relative_error(y, apply_layer(reference.int4_linear, x.double(), layer)))
+            y = apply_layer(x, layer)
+            errors.append(relative_error(y, reference_layer(x.double(), layer)))
         case = f"{layer.name}{', permuted' if layer.perm is not None else ''}"
         rows.append(result("int4_linear", case, dtype, errors, layer.in_features))
     for (vocabulary, width), dtype in itertools.product(TABLES, DTYPES):
@@ -152,7 +169,7 @@ def check_grid(device: str) -> list[dict]:
 
 def packed_cases(device: str):
     """(name, layer, numbers of tokens, configuration or None) of the Hopper kernel's grid."""
-    from otf_kernels.hopper import Config
+    from otf_kernels.int4_hopper import Config
 
     for shape, group_size, plain in itertools.product(PACKED_SHAPES, PACKED_GROUP_SIZES, (False, True)):
         layer = random_layer(*shape, group_size, permuted=not plain, biased=not plain, device=device)
@@ -173,32 +190,23 @@ def check_packed(device: str) -> list[dict]:
     return rows
 
 
-def pack(layer: Int4Layer):
-    from otf_kernels.packed_int4 import pack_layer
-
-    return pack_layer(
-        layer.codes, layer.scales, layer.outliers,
-        in_features=layer.in_features, group_size=layer.group_size, bias=layer.bias,
-    )  # fmt: skip
-
-
 def packed_error(layer: Int4Layer, packed, tokens: int, config=None) -> float:
     """Relative error of one launch; infinite when a second one differs in any bit or an output is left unwritten."""
-    from otf_kernels.hopper import int4_linear
-    from otf_kernels.packed_int4 import arrange
+    from otf_kernels.int4_hopper import launch
+    from otf_kernels.int4_layout import arrange
 
     x = random_activations(tokens, layer.in_features, torch.float16, layer.codes.device)
     arranged = arrange(x, packed, layer.perm)
     y = torch.full((tokens, packed.out_features), 777.0, dtype=torch.float16, device=x.device)
-    int4_linear(arranged, packed, out=y, config=config)
-    if not torch.equal(y, int4_linear(arranged, packed, config=config)):
-        return math.inf
-    return relative_error(y, apply_layer(reference.int4_linear, x.double(), layer))
+    if tokens:
+        launch(arranged, packed, y, config)
+        if not torch.equal(y, launch(arranged, packed, torch.empty_like(y), config)):
+            return math.inf
+    return relative_error(y, reference_layer(x.double(), layer))
 
 
 def check_offsets(device: str) -> list[dict]:
     """Codes and outputs of more than 2^31 elements: the last rows, which 32-bit offsets would not reach."""
-    from otf_kernels.int4_linear import int4_linear
     from otf_kernels.int8_embedding import int8_embedding, int8_linear
 
     if torch.cuda.mem_get_info()[0] < OFFSET_MEMORY:
@@ -213,8 +221,8 @@ def check_offsets(device: str) -> list[dict]:
     rows = []
     for tokens in (1, 4100):  # 4100 x 524,300 outputs pass 2^31 too
         x = random_activations(tokens, layer.in_features, dtype, device)
-        y = apply_layer(int4_linear, x, layer)[:, last]
-        error = relative_error(y, apply_layer(reference.int4_linear, x.double(), end))
+        y = apply_layer(x, layer)[:, last]
+        error = relative_error(y, reference_layer(x.double(), end))
         rows.append(result("int4_linear", f"offsets past 2^31, {tokens} tokens", dtype, [error], layer.in_features))
     table = Int8Table("offsets", codes.view(torch.int8), scales[:, 0].contiguous())
     x = random_activations(1, OFFSET_BYTES, dtype, device)
@@ -233,14 +241,15 @@ def check_graph(device: str) -> list[dict]:
     from otf_kernels.int4_linear import int4_linear
 
     layer = random_layer(260, 257, 3, 64, device=device)
+    packed = pack(layer)
     x = random_activations(1, layer.in_features, torch.float16, device)
-    apply_layer(int4_linear, x, layer)  # compiles, which a capture must not
+    int4_linear(x, packed, perm=layer.perm)  # compiles, which a capture must not
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = apply_layer(int4_linear, x, layer)
+        y = int4_linear(x, packed, perm=layer.perm)
     x.copy_(random_activations(3, layer.in_features, torch.float16, device)[2:])
     graph.replay()
-    error = relative_error(y, apply_layer(reference.int4_linear, x.double(), layer))
+    error = relative_error(y, reference_layer(x.double(), layer))
     return [result("int4_linear", "replayed CUDA graph", torch.float16, [error], layer.in_features)]
 
 
@@ -256,44 +265,49 @@ def result(kernel: str, case: str, dtype: torch.dtype, errors: list[float], num_
     }
 
 
-def compile_for_hopper() -> int:
-    """Compile the kernels with their smallest and largest tiles for compute capability 9.0; return how many were."""
+def compile_all() -> int:
+    """Compile the kernels with their smallest and largest tiles for GPUs that are not there; return how many were."""
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from otf_kernels import int4_linear, int8_embedding
+    from otf_kernels import int4_portable, int8_embedding
 
     count = 0
 
     def ends(tiles: tuple) -> tuple:
         return tiles[0][1], tiles[-1][1]
 
-    def compile_kernel(kernel, pointers: dict, constants: dict, **options: int) -> None:
+    def compile_kernel(kernel, pointers: dict, constants: dict, capability: int = 90, **options: int):
         nonlocal count
-        signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
-        triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", 90, 32), options)
         count += 1
+        signature = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
+        return triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", capability, 32), options)
 
     types = {"*fp16": tl.float16, "*bf16": tl.bfloat16, "*fp32": tl.float32}
     for x in types:
         pointers = {"x": x, "y": x, "scales": "*fp16", "perm": "*i16", "bias": "*fp32", "ids": "*i64"}
         exact = x == "*fp32"
-        smallest, largest = ends(int4_linear.FLOAT32_TILES if exact else int4_linear.TILES)
-        # Outlier columns of x's dtype beside perm and bias, then the other kind without them.
-        for tile, same in ((smallest, True), (largest, True), (smallest, False)):
+        # Outlier columns of x's dtype beside perm, bias and a split, then the other kind without; every kind of group.
+        for same, groups in ((True, -1), (True, 2), (False, 0), (False, 1), (False, 4)):
             outliers = x if same and not exact else "*bf16" if x == "*fp16" else "*fp16"
             constants = {
-                "HAS_PERM": same, "HAS_BIAS": same,
+                "HAS_PERM": same, "HAS_BIAS": same, "GROUPS": groups, "INLINE_PTX": True, "SPLIT": 3 if same else 1,
                 "OUTLIER_DTYPE": types[x if outliers == x else "*fp32"],
                 "OUTLIER_PRECISION": "ieee" if exact else "tf32",
-                "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_BYTES": tile.block_k // 2,
-                "BLOCK_OUTLIERS": int4_linear.BLOCK_OUTLIERS,
+                "BLOCK_M": 64 if same and not exact else 16, "BLOCK_N": 32 if exact else 128 if same else 64,
+                "BLOCK_OUTLIERS": int4_portable.BLOCK_OUTLIERS,
             }  # fmt: skip
-            types_4bit = pointers | {"codes": "*u8", "outliers": outliers}
-            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-            compile_kernel(int4_linear.int4_linear_kernel, types_4bit, constants, **options)
+            types_4bit = pointers | {
+                "words": "*i16",
+                "outliers": outliers,
+                "row_factors": "*fp32",
+                "parts": "*fp32",
+                "arrivals": "*i32",
+            }
+            options = {"num_warps": 8 if same and not exact else 4, "num_stages": 2}
+            compile_kernel(int4_portable.int4_portable_kernel, types_4bit, constants, **options)
         pointers["codes"] = "*i8"
         constants = {"BLOCK_COLUMNS": int8_embedding.BLOCK_COLUMNS}
         compile_kernel(int8_embedding.int8_embedding_kernel, pointers, constants)
@@ -301,6 +315,20 @@ def compile_for_hopper() -> int:
             constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
             options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
             compile_kernel(int8_embedding.int8_linear_kernel, pointers, constants, **options)
+    # Other generations, with the tiles that a launch chooses there: they must fit the shared memory.
+    for capability, shared_memory in OTHER_CAPABILITIES.items():
+        for block_m, block_n, num_warps, num_stages in int4_portable.HALF_TILES:
+            pointers = dict.fromkeys(("x", "y", "outliers"), "*bf16") | {"words": "*i16", "scales": "*fp16"}
+            pointers |= dict.fromkeys(("row_factors", "bias", "parts"), "*fp32") | {"perm": "*i16", "arrivals": "*i32"}
+            constants = {
+                "HAS_PERM": False, "HAS_BIAS": False, "GROUPS": 2, "INLINE_PTX": True, "SPLIT": 2,
+                "OUTLIER_DTYPE": tl.bfloat16, "OUTLIER_PRECISION": "tf32", "BLOCK_M": block_m, "BLOCK_N": block_n,
+                "BLOCK_OUTLIERS": int4_portable.BLOCK_OUTLIERS,
+            }  # fmt: skip
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            compiled = compile_kernel(int4_portable.int4_portable_kernel, pointers, constants, capability, **options)
+            if compiled.metadata.shared > shared_memory:
+                raise ValueError(f"{block_m} x {block_n} takes {compiled.metadata.shared} bytes on {capability}")
     return count + compile_gluon_for_hopper()
 
 
@@ -311,13 +339,13 @@ def compile_gluon_for_hopper() -> int:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from otf_kernels import hopper
+    from otf_kernels import int4_hopper
 
-    kernel = hopper.int4_linear_kernel
+    kernel = int4_hopper.int4_linear_kernel
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     groups = itertools.cycle(((0, "*i16"), (1, "*i16"), (2, "*i32"), (4, "*i64")))
     for values, (per_block, scales) in zip(PACKED_CONFIGS, groups, strict=False):
-        config = hopper.Config(*values)
+        config = int4_hopper.Config(*values)
         constants = {
             "HAS_BIAS": per_block > 0, "GROUPS": per_block, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "STAGES": config.num_stages, "EARLY": config.early,
@@ -341,10 +369,10 @@ def compile_gluon_for_hopper() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="folder to write gpu_kernels.tsv to")
-    parser.add_argument("--compile-only", action="store_true", help="compile for a Hopper GPU, without one")
+    parser.add_argument("--compile-only", action="store_true", help="compile, without a GPU")
     arguments = parser.parse_args()
     if arguments.compile_only:
-        print(f"compiled {compile_for_hopper()} kernel variants for compute capability 9.0")
+        print(f"compiled {compile_all()} kernel variants")
         return 0
     if not torch.cuda.is_available():
         sys.exit("gpu_kernels.py needs a CUDA GPU, and PyTorch sees none; on a CPU run pytest tests/test_kernels.py")

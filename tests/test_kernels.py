@@ -3,7 +3,9 @@
 Tolerances are ``kernel_check.tolerance``: one epsilon of the activations' dtype, and float32's for the sums.
 """
 
+import dataclasses
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -16,8 +18,18 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
 
-from gpu_kernels import apply_layer, random_activations, random_layer, random_table, relative_error
-from otf_kernels import Tile, int4_linear, int8_embedding, is_interpreted
+from gpu_kernels import (
+    apply_layer,
+    pack,
+    random_activations,
+    random_layer,
+    random_table,
+    reference_layer,
+    relative_error,
+)
+from otf_kernels import Tile, int4_portable, int8_embedding, is_interpreted
+from otf_kernels.int4_layout import arrange, pack_layer
+from otf_kernels.int4_linear import int4_linear
 from otf_llm import reference
 from otf_llm.kernel_check import Int4Layer, tolerance
 from otf_llm.packing import pack_int4
@@ -25,7 +37,6 @@ from otf_llm.packing import pack_int4
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 64  # elements of foreign memory on either side of a guarded tensor
-HALF_TILE = int4_linear.TILES[0][1]
 
 
 def guarded(tensor, fill):
@@ -36,34 +47,33 @@ def guarded(tensor, fill):
     return inside, buffer
 
 
-def guarded_layer(layer):
-    """The layer with NaN around its scales, outliers and bias, and 0xFF around its codes."""
-    nan = float("nan")
-    return Int4Layer(
-        name=layer.name,
-        codes=guarded(layer.codes, 0xFF)[0],
-        scales=guarded(layer.scales, nan)[0],
-        outliers=guarded(layer.outliers, nan)[0],
-        perm=None if layer.perm is None else guarded(layer.perm, -1)[0],
-        in_features=layer.in_features,
-        group_size=layer.group_size,
-        bias=None if layer.bias is None else guarded(layer.bias, nan)[0],
+def guarded_packed(layer):
+    """The layer in the kernels' order, with NaN around every float and 1s in every bit around the words."""
+    packed = pack(layer)
+    fills = {"words": -1, "scales": math.nan, "row_factors": math.nan, "outliers": math.nan, "bias": math.nan}
+    tensors = {name: getattr(packed, name) for name in fills}
+    return dataclasses.replace(
+        packed, **{name: guarded(value, fills[name])[0] for name, value in tensors.items() if value is not None}
     )
+
+
+def guarded_perm(layer):
+    return None if layer.perm is None else guarded(layer.perm, -1)[0]
 
 
 def assert_matches(y, expected, num_terms):
     assert relative_error(y, expected) <= tolerance(y.dtype, num_terms)
 
 
-def check_layer(layer, x, **options):
-    y = apply_layer(int4_linear.int4_linear, x, layer, **options)
+def check_layer(layer, x, out=None):
+    y = int4_linear(x, guarded_packed(layer), perm=guarded_perm(layer), out=out)
     assert y.dtype is x.dtype
-    assert_matches(y, apply_layer(reference.int4_linear, x.double(), layer), layer.in_features)
+    assert_matches(y, reference_layer(x.double(), layer), layer.in_features)
     return y
 
 
 def test_interpreter_is_on_without_a_gpu():
-    assert is_interpreted(int4_linear.int4_linear_kernel) is (DEVICE == "cpu")
+    assert is_interpreted(int4_portable.int4_portable_kernel) is (DEVICE == "cpu")
 
 
 @pytest.mark.parametrize("in_features", [1, 7, 63, 64, 65, 127, 257])
@@ -76,11 +86,10 @@ def test_shape_grid(num_rows, in_features):
     layer = random_layer(
         num_rows, in_features, num_outliers, group_size, permuted=permuted, biased=permuted, device=DEVICE
     )
-    layer = guarded_layer(layer)
     for tokens in (1, 2, 3, 7, 16, 17):
         x, _ = guarded(random_activations(tokens, in_features, torch.float32, DEVICE), float("nan"))
         out, around = guarded(torch.full((tokens, num_rows), float("nan"), device=DEVICE), 777.0)
-        check_layer(layer, x, tile=HALF_TILE, out=out)
+        check_layer(layer, x, out=out)
         assert (around[:MARGIN] == 777).all()
         assert (around[-MARGIN:] == 777).all()
 
@@ -107,9 +116,8 @@ def test_bias_dtypes():
     x = random_activations(2, 64, torch.float32, DEVICE)
     for dtype in (torch.float16, torch.bfloat16):
         bias = layer.bias.to(dtype)
-        y = int4_linear.int4_linear(
-            x, layer.codes, layer.scales, layer.outliers, in_features=64, group_size=64, perm=layer.perm, bias=bias
-        )
+        packed = pack_layer(layer.codes, layer.scales, layer.outliers, in_features=64, group_size=64, bias=bias)
+        y = int4_linear(x, packed, perm=layer.perm)
         expected = reference.int4_linear(
             x.double(), layer.codes, layer.scales, layer.outliers, in_features=64, group_size=64, perm=layer.perm
         )
@@ -119,21 +127,49 @@ def test_bias_dtypes():
 @pytest.mark.parametrize("group_size", [1, 3, 5, 37, 96, 1000])
 def test_group_sizes_that_no_tile_divides(group_size):
     """Odd groups begin inside a byte; the last is short, or the only one."""
-    layer = guarded_layer(random_layer(17, 129, 2, group_size, device=DEVICE))
+    layer = random_layer(17, 129, 2, group_size, device=DEVICE)
     check_layer(layer, random_activations(3, 129, torch.float32, DEVICE))
 
 
-@pytest.mark.parametrize("block_k", [32, 64, 128, 256])
-@pytest.mark.parametrize("group_size", [0, 32, 64, 128, 256])
-def test_any_tile_with_any_group(block_k, group_size):
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("block_n", [16, 64])
+@pytest.mark.parametrize("group_size", [0, 16, 32, 64, 128, 256])
+def test_any_tile_with_any_group(block_n, group_size, split):
     """288 weights of 1, stored as 1 · 1, 2 · 1/2 or 4 · 1/4 by turns, so that a wrong scale changes the sum."""
     power = torch.arange(288, device=DEVICE) // (group_size or 288) % 3
     codes = pack_int4((2**power).to(torch.int8).expand(16, -1))
     scales = (0.5 ** power[:: group_size or 288]).half().repeat(16, 1)
-    layer = Int4Layer("ones", codes, scales, scales[:, :0].contiguous(), None, 288, group_size)
-    x = torch.ones(2, 288, device=DEVICE)
-    y = apply_layer(int4_linear.int4_linear, x, layer, tile=Tile(16, 16, block_k))
+    packed = pack(Int4Layer("ones", codes, scales, scales[:, :0].contiguous(), None, 288, group_size))
+    config = int4_portable.Config(16, block_n, 4, 2, split)
+    y = int4_portable.launch(torch.ones(2, 288, device=DEVICE), packed, None, torch.empty(2, 16, device=DEVICE), config)
     assert (y == 288).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+def test_a_split_is_the_same_in_every_run(tokens):
+    """Parts of the channels are summed in one order; the counters are back at zero for the next launch."""
+    layer = random_layer(70, 1100, 21, 64, device=DEVICE)
+    packed = guarded_packed(layer)
+    x = random_activations(tokens, 1100, torch.float32, DEVICE)
+    results = []
+    for split in (1, 3, 5, 5):
+        config = int4_portable.Config(16, 32, 4, 2, split)
+        y = torch.full((tokens, 70), 777.0, device=DEVICE)
+        results.append(int4_portable.launch(x, packed, layer.perm, y, config))
+        assert_matches(y, reference_layer(x.double(), layer), 1100)
+        assert not packed.arrivals.any()
+    assert torch.equal(results[2], results[3])
+
+
+@pytest.mark.parametrize("shape", [(20, 70, 3), (20, 64, 8), (20, 40, 0)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_activations_in_the_kernels_order(shape, dtype):
+    """The same bits as from the stored order, whatever the padding between outliers and background."""
+    layer = random_layer(*shape, 64, device=DEVICE)
+    packed = guarded_packed(layer)
+    x = random_activations(3, layer.in_features, dtype, DEVICE)
+    arranged = guarded(arrange(x, packed, layer.perm), math.nan)[0]
+    assert torch.equal(int4_linear(arranged, packed), int4_linear(x, packed, perm=layer.perm))
 
 
 @pytest.mark.parametrize("num_rows", [32, 96, 260])
@@ -164,7 +200,7 @@ def test_leading_shapes(leading, dtype):
     row = random_activations(1, 127, dtype, DEVICE)
     x = row[0].expand(*leading, 127)
     for function in (
-        lambda x: apply_layer(int4_linear.int4_linear, x, layer),
+        lambda x: apply_layer(x, layer),
         lambda x: int8_embedding.int8_linear(x, table.codes, table.scales),
     ):
         y = function(x)
@@ -203,12 +239,12 @@ def test_nothing_to_compute():
     layer = random_layer(5, 64, 1, 64, device=DEVICE)
     table = random_table(5, 64, device=DEVICE)
     x = torch.zeros(0, 64, device=DEVICE)
-    assert apply_layer(int4_linear.int4_linear, x, layer).shape == (0, 5)
+    assert apply_layer(x, layer).shape == (0, 5)
     assert int8_embedding.int8_linear(x, table.codes, table.scales).shape == (0, 5)
     ids = torch.zeros(0, 3, dtype=torch.int64, device=DEVICE)
     assert int8_embedding.int8_embedding(ids, table.codes, table.scales, torch.float16).shape == (0, 3, 64)
     no_rows = random_layer(0, 64, 1, 64, device=DEVICE)
-    assert apply_layer(int4_linear.int4_linear, x.new_zeros(2, 64), no_rows).shape == (2, 0)
+    assert apply_layer(x.new_zeros(2, 64), no_rows).shape == (2, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -240,9 +276,7 @@ def test_id_outside_the_vocabulary(outside):
     assert torch.isnan(rows[1]).all()
 
 
-MISFITS = {
-    "x must be float16": {"x": torch.zeros(2, 64, dtype=torch.float64)},
-    "x must have shape": {"x": torch.zeros(2, 63)},
+STORED_MISFITS = {
     "codes must be uint8": {"codes": torch.zeros(5, 32, dtype=torch.int8)},
     "codes must have shape": {"codes": torch.zeros(5, 31, dtype=torch.uint8)},
     "codes must be contiguous": {"codes": torch.zeros(32, 5, dtype=torch.uint8).T},
@@ -251,27 +285,57 @@ MISFITS = {
     "scales is on meta": {"scales": torch.zeros(5, 2, dtype=torch.float16, device="meta")},
     "outliers must be float16 or bfloat16": {"outliers": torch.zeros(5, 1)},
     "outliers must have shape": {"outliers": torch.zeros(5, 65, dtype=torch.float16)},
-    "perm must be int16 or int32": {"perm": torch.arange(64)},
-    "perm must have shape": {"perm": torch.arange(63, dtype=torch.int16)},
     "bias must have shape": {"bias": torch.zeros(6)},
     "group_size must be": {"group_size": -1},
+}
+CALL_MISFITS = {
+    "x must be float16, bfloat16 or float32, not float64": {"x": torch.zeros(2, 64, dtype=torch.float64)},
+    r"x must have shape \[..., 64\], not": {"x": torch.zeros(2, 63)},
+    "x is on meta": {"x": torch.zeros(2, 64, device="meta")},
+    "perm must be int16 or int32": {"perm": torch.arange(64)},
+    "perm must have shape": {"perm": torch.arange(63, dtype=torch.int16)},
     "out must have shape": {"out": torch.zeros(2, 6)},
     "out must be float32": {"out": torch.zeros(2, 5, dtype=torch.float16)},
+    "out must be contiguous": {"out": torch.zeros(5, 2).T},
+    "packed must be a PackedInt4": {"packed": torch.zeros(5, 64)},
 }
 
 
-@pytest.mark.parametrize("message", MISFITS)
-def test_misfits_are_named(message):
+def on_device(arguments):
+    return {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) and value.device.type == "cpu" else value
+        for name, value in arguments.items()
+    }
+
+
+@pytest.mark.parametrize("message", STORED_MISFITS)
+def test_misfits_of_a_stored_layer_are_named(message):
     layer = random_layer(5, 64, 1, 32, device=DEVICE)
-    arguments = {
-        "x": torch.zeros(2, 64), "codes": layer.codes, "scales": layer.scales, "outliers": layer.outliers,
-        "in_features": 64, "group_size": 32, "perm": layer.perm, "bias": layer.bias,
-    } | MISFITS[message]  # fmt: skip
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-            arguments[name] = value.to(DEVICE)
+    names = ("codes", "scales", "outliers", "in_features", "group_size", "bias")
+    arguments = {name: getattr(layer, name) for name in names} | STORED_MISFITS[message]
     with pytest.raises(ValueError, match=message):
-        int4_linear.int4_linear(**arguments)
+        pack_layer(**on_device(arguments))
+
+
+@pytest.mark.parametrize("message", CALL_MISFITS)
+def test_misfits_of_a_call_are_named(message):
+    layer = random_layer(5, 64, 1, 32, device=DEVICE)
+    arguments = {"x": torch.zeros(2, 64), "packed": pack(layer), "perm": layer.perm} | CALL_MISFITS[message]
+    with pytest.raises(ValueError, match=message):
+        int4_linear(**on_device(arguments))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((8, 16, 4, 2), "config.block_m must be a power of two"),
+        ((16, 48, 4, 2), "config.block_n must be a power of two"),
+        ((16, 16, 4, 2, 0), "config.split must be at least 1, not 0"),
+    ],
+)
+def test_config_misfits_are_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        int4_portable.Config(*values)
 
 
 def test_table_misfits_are_named():
@@ -318,10 +382,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path):
 
 
 def test_cpu_tensors_are_refused_without_the_interpreter():
-    program = (
-        "import torch; from gpu_kernels import *; from otf_kernels.int4_linear import int4_linear\n"
-        "apply_layer(int4_linear, torch.zeros(2, 64), random_layer(5, 64, 1, 32))"
-    )
+    program = "import torch; from gpu_kernels import *\napply_layer(torch.zeros(2, 64), random_layer(5, 64, 1, 32))"
     run = run_python("-c", f"import sys; sys.path.append({str(ROOT / 'tests')!r}); {program}")
     assert "ValueError: the tensors are on cpu, but Triton kernels need a CUDA device" in run.stderr
 

@@ -230,8 +230,8 @@ def _prepare_cublas(layer: RandomLayer, copies: int | None) -> Prepared:
 
 def _prepare_otf(layer: RandomLayer, copies: int | None) -> Prepared:
     """Activations are given in the kernel's order, in which the kernel before it writes them."""
-    from otf_kernels.hopper import int4_linear
-    from otf_kernels.packed_int4 import arrange, pack_layer
+    from otf_kernels.int4_layout import arrange, pack_layer
+    from otf_kernels.int4_linear import int4_linear
 
     packed = pack_layer(
         pack_int4(layer.q), layer.scales, layer.outliers, in_features=layer.in_features, group_size=layer.group_size

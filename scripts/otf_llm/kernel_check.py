@@ -189,20 +189,21 @@ def _on_device(layer: Int4Layer | Int8Table, device: torch.device) -> Int4Layer 
 def _check_layer(
     layer: Int4Layer, token_counts: list[int], dtype: torch.dtype, generator: torch.Generator
 ) -> Iterator[dict]:
-    from otf_kernels.int4_linear import int4_linear, int4_linear_kernel
+    from otf_kernels.int4_layout import pack_layer
+    from otf_kernels.int4_linear import int4_linear
+    from otf_kernels.int4_portable import int4_portable_kernel
 
-    def apply(function, x: torch.Tensor) -> torch.Tensor:
-        return function(
-            x, layer.codes, layer.scales, layer.outliers,
-            in_features=layer.in_features, group_size=layer.group_size, perm=layer.perm, bias=layer.bias,
-        )  # fmt: skip
-
+    stored = {
+        "codes": layer.codes, "scales": layer.scales, "outliers": layer.outliers,
+        "in_features": layer.in_features, "group_size": layer.group_size, "bias": layer.bias,
+    }  # fmt: skip
+    packed = pack_layer(**stored)
     shape = (layer.codes.shape[0], layer.in_features)
     for tokens in token_counts:
         x = torch.randn(tokens, layer.in_features, generator=generator).to(layer.codes.device, dtype)
-        y = apply(int4_linear, x)
-        expected = apply(reference.int4_linear, x.double())
-        yield _row("int4_linear", layer.name, int4_linear_kernel, shape, tokens, y, expected)
+        y = int4_linear(x, packed, perm=layer.perm)
+        expected = reference.int4_linear(x.double(), perm=layer.perm, **stored)
+        yield _row("int4_linear", layer.name, int4_portable_kernel, shape, tokens, y, expected)
 
 
 def _check_table(

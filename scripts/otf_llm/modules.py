@@ -50,24 +50,47 @@ class Int4Linear(_Packed):
         self.register_buffer("scales", torch.empty(out_features, groups, dtype=torch.float16))
         self.register_buffer("outliers", torch.empty(out_features, num_outliers, dtype=outlier_dtype))
         self.register_buffer("perm", None, persistent=False)
+        self._packed = None  # the layer in the kernels' order, made at the first call on a GPU
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: float [..., K] → [..., N] in x's dtype."""
         if x.is_cuda:
             from otf_kernels.int4_linear import int4_linear
-        else:
-            int4_linear = reference.int4_linear
-        return int4_linear(
-            x,
-            self.codes,
-            self.scales,
-            self.outliers,
-            in_features=self.in_features,
-            group_size=self.group_size,
-            perm=self.perm,
-            bias=self.bias,
-        )
+
+            if self._packed is None or self._packed.words.device != x.device:
+                self._pack(x.device)
+            return int4_linear(x, self._packed, perm=self.perm)
+        return reference.int4_linear(x, perm=self.perm, **self._stored_layer())
+
+    def _pack(self, device: torch.device) -> None:
+        """Bring the layer into the kernels' order on ``device``; the stored tensors stay in the host's memory."""
+        from otf_kernels.int4_layout import pack_layer
+
+        stored = self._stored_layer()
+        moved = {name: value.to(device) for name, value in stored.items() if isinstance(value, torch.Tensor)}
+        self._packed = pack_layer(**{**stored, **moved})
+        for name in self.stored:
+            self._buffers[name] = self._buffers[name].cpu()
+
+    def _stored_layer(self) -> dict:
+        """Arguments of ``reference.int4_linear`` and ``pack_layer`` that say what is stored."""
+        return {
+            "codes": self.codes,
+            "scales": self.scales,
+            "outliers": self.outliers,
+            "in_features": self.in_features,
+            "group_size": self.group_size,
+            "bias": self.bias,
+        }
+
+    def _apply(self, fn, recurse=True):
+        self._packed = None
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments):
+        self._packed = None
+        super()._load_from_state_dict(*arguments)
 
     def extra_repr(self) -> str:
         return (

@@ -27,6 +27,7 @@ PLANES = 4  # codes of a word
 PLANE = BLOCK // PLANES  # words of a row in a block
 ALIGNMENT = 8  # channels: 16 bytes, the step of the copy engine
 MOST_TOKEN_TILES = 4  # tiles of tokens whose parts ``arrivals`` can count
+SMALLEST_TILE = 16  # output features
 LARGEST_SCALE_EXPONENT = 15  # a row's largest S is below 2^15
 
 
@@ -35,11 +36,12 @@ class PackedInt4:
     """An INT4 layer as the kernels read it; K_b = in_features - num_outliers background columns, B = ceil(K_b / 256).
 
     words: int16 [B, N, 64], see the module's text.
-    scales: float16 [B, N, G], or [1, N, 1] with group_size 0: S of the G groups that a block holds.
+    scales: float16, S of every group: [B, N, G] where a block holds G groups (``scales_per_block``), [1, N, 1] with
+        group_size 0, and [N, ceil(K_b / group_size)] for any other group size.
     row_factors: float32 [N], 2^24 over the row's power of two.
-    outliers: float16 [N, A], A = num_outliers rounded up to a multiple of 8; zeros beyond num_outliers.
+    outliers: float16 or bfloat16 [N, A], A = num_outliers rounded up to a multiple of 8; zeros beyond num_outliers.
     bias: float32 [N] or None.
-    arrivals: int32 [4 ceil(N / 64)], zeros between launches: how many parts of a tile have been summed. Launches of one
+    arrivals: int32 [4 ceil(N / 16)], zeros between launches: how many parts of a tile have been summed. Launches of one
         layer must not overlap in time (as they cannot on one stream).
     """
 
@@ -79,16 +81,16 @@ def align(channels: int) -> int:
     return -(-channels // ALIGNMENT) * ALIGNMENT
 
 
-def scales_per_block(group_size: int) -> int:
-    """G of a group size that the layout holds: 64, 128, any multiple of 256, or 0 for one scale per row.
+def scales_per_block(group_size: int) -> int | None:
+    """Groups in a block of 256 columns, when planes of 64 make them up: 64, 128 or a multiple of 256 columns a group.
 
-    Raises ValueError for any other group size.
+    0 for one scale a row (group_size 0), None for any other group size.
     """
     if group_size in (64, 128):
         return BLOCK // group_size
-    if group_size >= 0 and group_size % BLOCK == 0:
-        return 1
-    raise ValueError(f"group_size must be 0, 64, 128 or a multiple of {BLOCK} to be packed, not {group_size}")
+    if group_size % BLOCK == 0:
+        return min(1, group_size)
+    return None
 
 
 def pack_layer(
@@ -105,21 +107,22 @@ def pack_layer(
     Args:
         codes: uint8 [N, ceil(K_b / 2)], K_b = in_features - num_outliers: column j is nibble j % 2 (0 = low) of byte
             j // 2, stored as q + 8.
-        scales: float16 [N, ceil(K_b / group_size)], or [N, 1] with group_size 0.
-        outliers: float16 [N, num_outliers], possibly without columns.
+        scales: float16 [N, ceil(K_b / group_size)], or [N, 1] with group_size 0 (none without columns).
+        outliers: float16 or bfloat16 [N, num_outliers], possibly without columns.
         in_features: K.
-        group_size: columns that share a scale (see ``scales_per_block``); 0 for one scale per row.
+        group_size: columns that share a scale, any size from 1; 0 for one scale per row.
         bias: float [N] or None.
 
     Raises ValueError naming the argument that does not fit. Uses four bytes of working memory a weight.
     """
-    groups_per_block = scales_per_block(group_size)
+    if group_size < 0:
+        raise ValueError(f"group_size must be 0 (per channel) or positive, not {group_size}")
     if outliers.dim() != 2 or outliers.shape[1] > in_features:
         raise ValueError(f"outliers must have shape [N, at most {in_features}], not {list(outliers.shape)}")
     num_rows, num_outliers = outliers.shape
     num_columns = in_features - num_outliers
     num_groups = -(-num_columns // (group_size or max(1, num_columns)))
-    check_tensor("outliers", outliers, (torch.float16,), (num_rows, num_outliers), codes.device)
+    check_tensor("outliers", outliers, (torch.float16, torch.bfloat16), (num_rows, num_outliers), codes.device)
     check_tensor("codes", codes, (torch.uint8,), (num_rows, (num_columns + 1) // 2), codes.device)
     check_tensor("scales", scales, (torch.float16,), (num_rows, num_groups), codes.device)
     if bias is not None:
@@ -128,22 +131,23 @@ def pack_layer(
 
     blocks = max(1, -(-num_columns // BLOCK))
     normalised, row_factors = _normalise(scales)
-    if group_size == 0:
-        block_scales = torch.nn.functional.pad(normalised, (0, 1 - num_groups))[None]
-    else:
+    groups_per_block = scales_per_block(group_size)
+    if groups_per_block == 0:
+        normalised = torch.nn.functional.pad(normalised, (0, 1 - num_groups))[None]
+    elif groups_per_block is not None:
         if group_size > BLOCK:
             normalised = normalised.repeat_interleave(group_size // BLOCK, 1)
         # Groups beyond the last have only codes of 0, and any finite scale does for them.
         wanted = blocks * groups_per_block
         normalised = torch.nn.functional.pad(normalised[:, :wanted], (0, max(0, wanted - normalised.shape[1])))
-        block_scales = normalised.view(num_rows, blocks, groups_per_block).transpose(0, 1)
+        normalised = normalised.view(num_rows, blocks, groups_per_block).transpose(0, 1)
     return PackedInt4(
         words=_pack_words(codes, num_columns, blocks),
-        scales=block_scales.contiguous(),
+        scales=normalised.contiguous(),
         row_factors=row_factors,
         outliers=torch.nn.functional.pad(outliers, (0, align(num_outliers) - num_outliers)).contiguous(),
         bias=bias,
-        arrivals=torch.zeros(MOST_TOKEN_TILES * -(-num_rows // 64), dtype=torch.int32, device=codes.device),
+        arrivals=torch.zeros(MOST_TOKEN_TILES * -(-num_rows // SMALLEST_TILE), dtype=torch.int32, device=codes.device),
         in_features=in_features,
         num_outliers=num_outliers,
         group_size=group_size,

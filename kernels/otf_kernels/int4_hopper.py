@@ -8,7 +8,7 @@ next is made. Outlier columns are further steps of the same loop. Where tiles ar
 programs share a tile's channels: each writes its float32 part and the last to arrive adds them, always in the same
 order, so the result is the same bits in every run.
 
-Layout: ``packed_int4``. Only float16 activations: bfloat16 cannot hold u · 2^-20 and its neighbours without a shift.
+Layout: ``int4_layout``. Only float16 activations: bfloat16 cannot hold u · 2^-20 and its neighbours without a shift.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from otf_kernels import check_tensor
-from otf_kernels.packed_int4 import ALIGNMENT, BLOCK, MOST_TOKEN_TILES, PLANE, PackedInt4
+from otf_kernels.int4_layout import BLOCK, MOST_TOKEN_TILES, PLANE, PackedInt4, scales_per_block
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 
@@ -104,47 +103,22 @@ def num_steps(aligned_features: int, aligned_outliers: int) -> int:
     return -(-(aligned_features - aligned_outliers) // BLOCK) + -(-aligned_outliers // PLANE)
 
 
-def int4_linear(
-    x: torch.Tensor, packed: PackedInt4, *, out: torch.Tensor | None = None, config: Config | None = None
-) -> torch.Tensor:
-    """y = x · Wᵀ (+ bias) for a packed layer, in one launch.
+def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Config | None = None) -> torch.Tensor:
+    """Write x · Wᵀ (+ bias) to ``out``, float16 [..., N] without gaps; ``int4_linear`` has checked that they fit.
 
     Args:
-        x: float16 [..., packed.aligned_features] on a Hopper GPU, in the kernels' order: the outlier channels, zeros up
-            to a multiple of 8, the background channels, zeros up to a multiple of 8. Tokens may lie apart by any
-            multiple of 8 elements.
-        packed: the layer.
-        out: contiguous float16 [..., N] to write to, or None to allocate it.
+        x: float16 [..., packed.aligned_features] on a Hopper GPU, in the kernels' order (``int4_layout.arrange``), its
+            channels side by side and its tokens 16-byte aligned.
+        packed: the layer, with float16 outliers and groups that planes of 64 columns make up.
+        out: where to write.
         config: how to cut the work up, or None to choose.
 
-    Returns:
-        float16 [..., N].
-
-    Raises ValueError naming the argument whose dtype, device, shape, stride or alignment does not fit.
+    Raises ValueError when the configuration does not fit.
     """
-    width = packed.aligned_features
-    if x.dtype is not torch.float16:
-        raise ValueError(f"x must be float16, not {str(x.dtype).removeprefix('torch.')}")
-    if x.dim() == 0 or x.shape[-1] != width:
-        raise ValueError(f"x must have shape [..., {width}], not {list(x.shape)}")
-    if x.device != packed.words.device:
-        raise ValueError(f"x is on {x.device}, but the packed layer is on {packed.words.device}")
-    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] != 9:
-        raise ValueError(f"x is on {x.device}, but this kernel needs a Hopper GPU (compute capability 9.x)")
-    num_rows = packed.out_features
-    y_shape = (*x.shape[:-1], num_rows)
-    if out is None:
-        out = torch.empty(y_shape, dtype=x.dtype, device=x.device)
-    else:
-        check_tensor("out", out, (x.dtype,), y_shape, x.device)
-    if out.numel() == 0:
-        return out
+    width, num_rows = packed.aligned_features, packed.out_features
     tokens = x.reshape(-1, width)
     num_tokens = tokens.shape[0]
     stride = tokens.stride(0) if num_tokens > 1 else width
-    if tokens.stride(1) != 1 or stride % ALIGNMENT or tokens.data_ptr() % 16:
-        raise ValueError(f"x must have its channels side by side and tokens 16-byte aligned, not strides {x.stride()}")
-
     if config is None:
         sms = torch.cuda.get_device_properties(x.device).multi_processor_count
         config = choose_config(num_rows, width, packed.aligned_outliers, num_tokens, sms)
@@ -159,7 +133,7 @@ def int4_linear(
         parts = torch.empty(
             tiles * config.split * config.block_n * config.block_m, dtype=torch.float32, device=x.device
         )
-    groups = 0 if packed.group_size == 0 else packed.scales.shape[2]
+    groups = scales_per_block(packed.group_size)
     words = packed.words.view(-1, PLANE)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * PLANE, element_bitwidth=16, rank=2)
     outliers = packed.outliers if has_outliers else words.view(torch.float16)
