@@ -276,6 +276,23 @@ def test_id_outside_the_vocabulary(outside):
     assert torch.isnan(rows[1]).all()
 
 
+@pytest.mark.parametrize("permuted", [False, True])
+def test_torch_compile_takes_it_whole(permuted):
+    """One operator, no graph break, whose fake result has the right shape and dtype."""
+    layer = random_layer(20, 70, 3, 64, permuted=permuted, biased=permuted, device=DEVICE)
+    packed = pack(layer)
+    x = random_activations(6, 70, torch.float32, DEVICE).view(2, 3, 70)
+
+    def model(x):
+        return int4_linear(x * 1, packed, perm=layer.perm).relu()
+
+    expected = int4_linear(x, packed, perm=layer.perm).relu()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
+    stored = (packed.words, packed.scales, packed.row_factors, packed.outliers, packed.bias, packed.arrivals)
+    arguments = (x, *stored, layer.perm, packed.in_features, packed.num_outliers, packed.group_size)
+    torch.library.opcheck(torch.ops.otf.int4_linear.default, arguments)
+
+
 STORED_MISFITS = {
     "codes must be uint8": {"codes": torch.zeros(5, 32, dtype=torch.int8)},
     "codes must have shape": {"codes": torch.zeros(5, 31, dtype=torch.uint8)},

@@ -30,7 +30,12 @@ def int4_linear(
         [..., N] in x.dtype, the same bits for the same arguments on the same GPU.
 
     Raises ValueError naming the argument whose shape, dtype, device or stride does not fit.
+
+    ``torch.compile`` sees one operator, ``otf::int4_linear``, which does not write to a given ``out``.
     """
+    if torch.compiler.is_compiling() and out is None:
+        tensors = (packed.words, packed.scales, packed.row_factors, packed.outliers, packed.bias, packed.arrivals)
+        return _operator(x, *tensors, perm, packed.in_features, packed.num_outliers, packed.group_size)
     if not isinstance(packed, PackedInt4):
         raise ValueError(f"packed must be a PackedInt4, as pack_layer makes it, not a {type(packed).__name__}")
     if x.dtype not in ACTIVATION_DTYPES:
@@ -72,3 +77,26 @@ def _suits_hopper(x: torch.Tensor, packed: PackedInt4) -> bool:
         and all(stride > 0 and stride % ALIGNMENT == 0 for stride in x.stride()[:-1])
         and x.data_ptr() % 16 == 0
     )
+
+
+@torch.library.custom_op("otf::int4_linear", mutates_args=())  # arrivals are zeros before and after
+def _operator(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    row_factors: torch.Tensor,
+    outliers: torch.Tensor,
+    bias: torch.Tensor | None,
+    arrivals: torch.Tensor,
+    perm: torch.Tensor | None,
+    in_features: int,
+    num_outliers: int,
+    group_size: int,
+) -> torch.Tensor:
+    packed = PackedInt4(words, scales, row_factors, outliers, bias, arrivals, in_features, num_outliers, group_size)
+    return int4_linear(x, packed, perm=perm)
+
+
+@_operator.register_fake
+def _(x, words, scales, row_factors, outliers, bias, arrivals, perm, in_features, num_outliers, group_size):
+    return x.new_empty(*x.shape[:-1], words.shape[1])
