@@ -8,6 +8,8 @@ rule benchmark_kernels:
             "otf_kernels/int4_layout",
             "otf_kernels/int4_linear",
             "otf_kernels/int4_portable",
+            "otf_kernels/timing",
+            "otf_kernels/tuning",
             "packing",
             "quantization",
         ),

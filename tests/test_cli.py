@@ -41,6 +41,21 @@ def test_weights_of_peers_that_know_no_outliers():
     assert torch.equal(q[:, : layer.q.shape[1]], layer.q)
 
 
+def test_speedup_is_over_cublas_of_the_same_row():
+    columns = [name for name in kernel_benchmark.COLUMNS if name != "speedup_vs_fp16"]
+    rows = [
+        (n, k, m, backend, time * m, 0.5, 1e-4, 1.0, 2.0)
+        for n, k in ((8, 4), (2, 4))
+        for backend, time in (("otf", 2.0), ("cublas_fp16", 6.0))
+        for m in (1, 16)
+    ]
+    table = kernel_benchmark._with_speedup(pd.DataFrame(rows, columns=columns))
+    assert list(table.columns) == kernel_benchmark.COLUMNS
+    assert [tuple(row) for row in table[["n", "m", "backend", "speedup_vs_fp16"]].itertuples(index=False)] == [
+        (n, m, *pair) for n in (8, 2) for m in (1, 16) for pair in (("otf", 3.0), ("cublas_fp16", 1.0))
+    ]
+
+
 def test_table_and_plot(tmp_path):
     rows = [
         (n, k, m, backend, 10.0 * m, 1.0 + place, 0.5, 1e-4, 9.0, 11.0)

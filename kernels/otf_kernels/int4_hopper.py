@@ -13,6 +13,7 @@ Layout: ``int4_layout``. Only float16 activations: bfloat16 cannot hold u · 2^-
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from otf_kernels.int4_layout import BLOCK, MOST_TOKEN_TILES, PLANE, PackedInt4, scales_per_block
+from otf_kernels.tuning import tuned_config
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 
@@ -39,6 +41,7 @@ PRODUCER_WARPS = 4  # one works, and registers are handed out to four at a time
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that programs may use
 RESERVED_SHARED_MEMORY = 1280  # of each program, beside the stages
 MOST_SPLIT = 16
+MOST_BLOCK_M = 128
 
 
 @dataclass(frozen=True)
@@ -67,16 +70,22 @@ class Config:
         return self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m) + RESERVED_SHARED_MEMORY
 
     @property
+    def fits(self) -> bool:
+        """Whether as many programs as wanted fit a multiprocessor's shared memory."""
+        return self.shared_memory * self.programs_per_sm <= SHARED_MEMORY
+
+    @property
     def registers(self) -> int:
         """Of a thread at the launch; the multiplying warps then take the producer's."""
         threads = 32 * (self.num_warps + PRODUCER_WARPS) * self.programs_per_sm
         return min(MOST_REGISTERS, REGISTERS // threads // 8 * 8)
 
 
-def choose_config(num_rows: int, aligned_features: int, aligned_outliers: int, num_tokens: int, num_sms: int) -> Config:
-    """A configuration for y [num_tokens, num_rows] that needs no tuning."""
-    block_m = min(128, max(8, 1 << (num_tokens - 1).bit_length()))
-    weights = num_rows * aligned_features
+def choose_config(packed: PackedInt4, num_tokens: int, num_sms: int) -> Config:
+    """A configuration that needs no tuning."""
+    num_rows = packed.out_features
+    block_m = min(MOST_BLOCK_M, max(8, 1 << (num_tokens - 1).bit_length()))
+    weights = num_rows * packed.in_features
     if block_m <= 16:
         # Long rows of work keep memory busy by themselves; short ones start while the preceding kernel ends.
         large = weights >= 60_000_000
@@ -89,7 +98,7 @@ def choose_config(num_rows: int, aligned_features: int, aligned_outliers: int, n
     else:
         shape = (256, 8, 2, 1, True) if num_rows >= 8192 and weights >= 60_000_000 else (64, 4, 3, 1, True)
     block_n, num_warps, num_stages, programs_per_sm, early = shape
-    steps = num_steps(aligned_features, aligned_outliers)
+    steps = num_steps(packed)
     tiles = -(-num_rows // block_n) * -(-num_tokens // block_m)
     split = 1
     if -(-num_tokens // block_m) <= MOST_TOKEN_TILES:
@@ -98,9 +107,16 @@ def choose_config(num_rows: int, aligned_features: int, aligned_outliers: int, n
     return Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, early)
 
 
-def num_steps(aligned_features: int, aligned_outliers: int) -> int:
+def num_steps(packed: PackedInt4) -> int:
     """Steps of the main loop: 256 background channels each, then 64 outlier columns each."""
-    return -(-(aligned_features - aligned_outliers) // BLOCK) + -(-aligned_outliers // PLANE)
+    return packed.words.shape[0] + -(-packed.aligned_outliers // PLANE)
+
+
+@functools.cache
+def _properties(index: int) -> tuple[str, int]:
+    """Name and multiprocessors of a GPU."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.name, properties.multi_processor_count
 
 
 def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Config | None = None) -> torch.Tensor:
@@ -120,12 +136,13 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
     num_tokens = tokens.shape[0]
     stride = tokens.stride(0) if num_tokens > 1 else width
     if config is None:
-        sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-        config = choose_config(num_rows, width, packed.aligned_outliers, num_tokens, sms)
+        name, num_sms = _properties(x.device.index)
+        config = tuned_config(name, packed, num_tokens) if num_tokens <= MOST_BLOCK_M else None
+        config = config or choose_config(packed, num_tokens, num_sms)
     _check_config(config, num_tokens)
     blocks = packed.words.shape[0]
     has_outliers = packed.aligned_outliers > 0
-    steps = num_steps(width, packed.aligned_outliers)
+    steps = num_steps(packed)
     token_tiles = -(-num_tokens // config.block_m)
     tiles = token_tiles * -(-num_rows // config.block_n)
     parts = out  # some pointer must stand there, unread without a split
@@ -171,7 +188,7 @@ def _check_config(config: Config, num_tokens: int) -> None:
             f"config must have 4 or 8 warps and 16 or 32 output features a warp, not num_warps {config.num_warps} and "
             f"block_n {config.block_n}"
         )
-    if config.num_stages < 2 or config.shared_memory * config.programs_per_sm > SHARED_MEMORY:
+    if config.num_stages < 2 or not config.fits:
         raise ValueError(
             f"config.num_stages must be at least 2 and fit {SHARED_MEMORY} bytes of shared memory, not "
             f"{config.num_stages} ({config.programs_per_sm} x {config.shared_memory} bytes)"

@@ -30,6 +30,10 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--out", type=Path, default=Path("."), help="folder for kernels.csv and kernels.png")
     kernels.add_argument("--shapes", type=_shape, nargs="+", metavar="NxK", help="output features x input channels")
     kernels.add_argument("--tokens", type=_positive, nargs="+", metavar="M", help="numbers of tokens")
+    kernels.add_argument(
+        "--tune", type=float, default=0, metavar="SECONDS",
+        help="first look for the fastest configuration of each shape and number of tokens, this long for each",
+    )  # fmt: skip
     kernels.set_defaults(run=_bench_kernels)
     return parser
 
@@ -39,7 +43,8 @@ def _bench_kernels(parsed: argparse.Namespace) -> None:
 
     parsed.out.mkdir(parents=True, exist_ok=True)
     chosen = {"shapes": parsed.shapes, "tokens": parsed.tokens}
-    table = benchmark_kernels(**{name: value for name, value in chosen.items() if value})
+    chosen = {name: value for name, value in chosen.items() if value}
+    table = benchmark_kernels(tune_seconds=parsed.tune, **chosen)
     write_table(table, parsed.out / "kernels.csv")
     write_plot(table, parsed.out / "kernels.png")
     print(table.to_string(index=False, float_format="%.4g"))

@@ -8,24 +8,24 @@ goes through enough copies of the weights to find none of them in the L2 cache: 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 import torch
 
+from otf_kernels.timing import event_times, launch_times, num_copies
 from otf_llm.files import atomic_path
 from otf_llm.packing import pack_int4
 
 SHAPES = ((8192, 28672), (28672, 8192), (18944, 3584), (3584, 18944), (8192, 3072), (3072, 8192), (3072, 3072))
 TOKENS = (1, 16, 64, 128)
-COLD_BYTES = 300 << 20  # of weights that a graph goes through: six times the largest L2 cache
 COPY_BYTES = 1 << 30
 REPLAYS = 25
-WARM_UP = 3
 MOST_ERROR = 5e-4  # relative, of ours in half precision
 COLUMNS = [
     "n",
@@ -79,56 +79,68 @@ def benchmark_kernels(
     group_size: int = 128,
     outlier_fraction: float = 0.01,
     seed: int = 0,
+    tune_seconds: float = 0.0,
 ) -> pd.DataFrame:
     """Measure every backend that is installed; rows as COLUMNS says, in the order of shapes, tokens and backends.
 
     ``time_us`` is the median of a launch in microseconds, ``low_us`` and ``high_us`` its 10th and 90th percentile,
     ``copy_fraction`` the bytes that a launch has to move over its time, in parts of the copy bandwidth measured in the
-    same run, and ``relative_error`` that of Frobenius norms, against float64.
+    same run, and ``relative_error`` that of Frobenius norms, against float64. With ``tune_seconds`` our kernel's
+    configurations are measured first, that long for each shape and number of tokens, and kept (``otf_kernels.tuning``).
 
     Raises ValueError without a Hopper GPU, and, before anything is timed, when our result is off by more than 5e-4.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise ValueError("the kernel benchmark needs a Hopper GPU (compute capability 9.x)")
     generator = torch.Generator(device="cuda").manual_seed(seed)
-    for num_rows, in_features in shapes:
-        layer = random_layer(num_rows, in_features, group_size, outlier_fraction, generator)
-        ours = _prepare_otf(layer, 1)
+    for shape in shapes:
+        layer = random_layer(*shape, group_size, outlier_fraction, generator)
         for num_tokens in tokens:
-            x = torch.randn(num_tokens, in_features, device="cuda", generator=generator).half()
-            error = _relative_error(ours, x)
-            logging.info("%d x %d, %d tokens: relative error %.2e", num_rows, in_features, num_tokens, error)
-            if not error <= MOST_ERROR:
-                raise ValueError(
-                    f"otf's result for {num_rows} x {in_features} and {num_tokens} tokens is off by {error:.2e}, more "
-                    f"than {MOST_ERROR}: nothing was timed"
-                )
-        del ours, layer
+            if tune_seconds > 0:
+                config = _tuned(layer, num_tokens, tune_seconds)
+                logging.info("%d x %d, %d tokens: %s", *shape, num_tokens, config)
+            _check_ours(layer, num_tokens, generator)
     bandwidth = copy_bandwidth()
     logging.info("copy bandwidth %.2f TB/s", bandwidth / 1e12)
-    rows: list[dict] = []
-    for num_rows, in_features in shapes:
-        layer = random_layer(num_rows, in_features, group_size, outlier_fraction, generator)
-        baseline: dict[int, float] = {}
-        for name, prepare in _backends().items():
+    backends = _backends()
+    rows = []
+    for shape in shapes:
+        layer = random_layer(*shape, group_size, outlier_fraction, generator)
+        for name, prepare in backends.items():
             prepared = prepare(layer, None)
             for num_tokens in tokens:
-                x = torch.randn(num_tokens, in_features, device="cuda", generator=generator).to(prepared.dtype)
+                x = torch.randn(num_tokens, layer.in_features, device="cuda", generator=generator).to(prepared.dtype)
                 error = _relative_error(prepared, x)
-                low, time, high = launch_time(prepared, x)
-                baseline.setdefault(num_tokens, time)  # cuBLAS comes first
-                moved = prepared.num_bytes + x.element_size() * num_tokens * (in_features + num_rows)
-                row = (num_rows, in_features, num_tokens, name, time, baseline[num_tokens] / time)
-                rows.append(dict(zip(COLUMNS, (*row, moved / time / bandwidth * 1e6, error, low, high), strict=True)))
-                logging.info("%s", {key: f"{rows[-1][key]:.4g}" if key[-1] != "d" else name for key in COLUMNS[:7]})
-            del prepared
+                given = x if prepared.arrange is None else prepared.arrange(x)
+                launches = [functools.partial(launch, given) for launch in prepared.launches]
+                low, median, high = launch_times(launches, REPLAYS)
+                moved = prepared.num_bytes + x.element_size() * num_tokens * sum(shape)
+                rows.append((*shape, num_tokens, name, median, moved / bandwidth / median * 1e6, error, low, high))
+                logging.info("%d x %d, %d tokens, %s: %.2f us, relative error %.1e", *rows[-1][:5], error)
+            del prepared, launches
             torch.cuda.empty_cache()
-    frame = pd.DataFrame(rows, columns=COLUMNS)
-    order = {name: place for place, name in enumerate(["otf", *(name for name in _backends() if name != "otf")])}
-    frame["place"] = frame["backend"].map(order)
-    places = {shape: place for place, shape in enumerate(shapes)}
-    frame["shape"] = [places[n, k] for n, k in zip(frame["n"], frame["k"], strict=True)]
-    return frame.sort_values(["shape", "m", "place"], kind="stable")[COLUMNS].reset_index(drop=True)
+    return _with_speedup(pd.DataFrame(rows, columns=[name for name in COLUMNS if name != "speedup_vs_fp16"]))
+
+
+def _check_ours(layer: RandomLayer, num_tokens: int, generator: torch.Generator) -> None:
+    x = torch.randn(num_tokens, layer.in_features, device="cuda", generator=generator).half()
+    error = _relative_error(_prepare_otf(layer, 1), x)
+    if not error <= MOST_ERROR:
+        raise ValueError(
+            f"otf's result for {layer.q.shape[0]} x {layer.in_features} and {num_tokens} tokens is off by {error:.2e}, "
+            f"more than {MOST_ERROR}: nothing was timed"
+        )
+
+
+def _with_speedup(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with speed over cuBLAS FP16, by shape, tokens and backend in the order in which they came first."""
+    keys = ["n", "k", "m"]
+    baseline = table[table["backend"] == "cublas_fp16"].set_index(keys)["time_us"]
+    table["speedup_vs_fp16"] = [
+        baseline[key] / time for key, time in zip(table[keys].itertuples(index=False), table["time_us"], strict=True)
+    ]
+    place = table.groupby(["n", "k"], sort=False).ngroup()
+    return table.assign(place=place).sort_values(["place", "m"], kind="stable")[COLUMNS].reset_index(drop=True)
 
 
 def random_layer(
@@ -149,22 +161,8 @@ def copy_bandwidth() -> float:
     """Bytes a second read and written by a copy of 1 GiB within the GPU's memory, the median of thirty."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    times = _event_times(lambda: target.copy_(source), 30)
+    times = event_times(lambda: target.copy_(source), 30)
     return 2 * COPY_BYTES / statistics.median(times)
-
-
-def launch_time(prepared: Prepared, x: torch.Tensor) -> tuple[float, float, float]:
-    """Tenth percentile, median and ninetieth percentile of one launch's time in microseconds."""
-    given = x if prepared.arrange is None else prepared.arrange(x)
-    for launch in prepared.launches[:WARM_UP]:  # compiles, which a capture must not
-        launch(given)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in prepared.launches:
-            launch(given)
-    times = sorted(time * 1e6 / len(prepared.launches) for time in _event_times(graph.replay, REPLAYS))
-    return times[len(times) // 10], statistics.median(times), times[-1 - len(times) // 10]
 
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
@@ -202,8 +200,8 @@ def write_plot(table: pd.DataFrame, path: Path, dpi: int = 150) -> None:
 
 
 def _backends() -> dict[str, Callable[[RandomLayer, int | None], Prepared]]:
-    """Backends that can run here by name, cuBLAS first; why another cannot is logged."""
-    found = {"cublas_fp16": _prepare_cublas, "otf": _prepare_otf, "tinygemm": _prepare_tinygemm}
+    """Backends that can run here by name; why another cannot is logged."""
+    found = {"otf": _prepare_otf, "cublas_fp16": _prepare_cublas, "tinygemm": _prepare_tinygemm}
     for name, module, prepare in (
         ("gemlite", "gemlite", _prepare_gemlite), ("bitsandbytes", "bitsandbytes", _prepare_bitsandbytes)
     ):  # fmt: skip
@@ -216,28 +214,22 @@ def _backends() -> dict[str, Callable[[RandomLayer, int | None], Prepared]]:
     return found
 
 
-def _copies(num_bytes: int, copies: int | None) -> int:
-    return copies or max(3, -(-COLD_BYTES // num_bytes))
-
-
 def _prepare_cublas(layer: RandomLayer, copies: int | None) -> Prepared:
     dense = layer.dense()
     weights = dense.half()
     num_bytes = weights.numel() * 2
-    held = [weights, *(weights.clone() for _ in range(_copies(num_bytes, copies) - 1))]
+    held = [weights, *(weights.clone() for _ in range((copies or num_copies(num_bytes)) - 1))]
     return Prepared([lambda x, w=w: torch.matmul(x, w.T) for w in held], weights.double(), num_bytes)
 
 
 def _prepare_otf(layer: RandomLayer, copies: int | None) -> Prepared:
     """Activations are given in the kernel's order, in which the kernel before it writes them."""
-    from otf_kernels.int4_layout import arrange, pack_layer
+    from otf_kernels.int4_layout import arrange
     from otf_kernels.int4_linear import int4_linear
 
-    packed = pack_layer(
-        pack_int4(layer.q), layer.scales, layer.outliers, in_features=layer.in_features, group_size=layer.group_size
-    )
+    packed = _packed(layer)
     held = [packed]
-    for _ in range(_copies(packed.num_bytes, copies) - 1):
+    for _ in range((copies or num_copies(packed.num_bytes)) - 1):
         tensors = ("words", "scales", "row_factors", "outliers", "arrivals")
         held.append(dataclasses.replace(packed, **{name: getattr(packed, name).clone() for name in tensors}))
     return Prepared(
@@ -246,6 +238,20 @@ def _prepare_otf(layer: RandomLayer, copies: int | None) -> Prepared:
         packed.num_bytes,
         arrange=lambda x: arrange(x, packed).contiguous(),
     )
+
+
+def _packed(layer: RandomLayer):
+    from otf_kernels.int4_layout import pack_layer
+
+    return pack_layer(
+        pack_int4(layer.q), layer.scales, layer.outliers, in_features=layer.in_features, group_size=layer.group_size
+    )
+
+
+def _tuned(layer: RandomLayer, num_tokens: int, seconds: float):
+    from otf_kernels.tuning import tune
+
+    return tune(_packed(layer), num_tokens, seconds=seconds)
 
 
 def _prepare_tinygemm(layer: RandomLayer, copies: int | None) -> Prepared:
@@ -257,7 +263,7 @@ def _prepare_tinygemm(layer: RandomLayer, copies: int | None) -> Prepared:
     scales = scales.bfloat16()
     both = torch.stack((scales, torch.zeros_like(scales)), -1).transpose(0, 1).contiguous()
     num_bytes = tiles.numel() * tiles.element_size() + both.numel() * 2
-    held = [(tiles.clone(), both.clone()) for _ in range(_copies(num_bytes, copies))]
+    held = [(tiles.clone(), both.clone()) for _ in range(copies or num_copies(num_bytes))]
     return Prepared(
         [
             lambda x, t=t, s=s: torch.ops.aten._weight_int4pack_mm(x, t, layer.group_size, s)
@@ -275,7 +281,7 @@ def _prepare_gemlite(layer: RandomLayer, copies: int | None) -> Prepared:
 
     q, scales = _all_columns(layer)
     held = []
-    for _ in range(_copies(q.numel() // 2, copies)):
+    for _ in range(copies or num_copies(q.numel() // 2)):
         linear = GemLiteLinear(
             4, layer.group_size, layer.in_features, q.shape[0], input_dtype=DType.FP16, output_dtype=DType.FP16
         )
@@ -291,7 +297,9 @@ def _prepare_bitsandbytes(layer: RandomLayer, copies: int | None) -> Prepared:
 
     dense = layer.dense().half()
     num_bytes = dense.numel() // 2 + dense.numel() // 64 * 4
-    held = [functional.quantize_4bit(dense, blocksize=64, quant_type="nf4") for _ in range(_copies(num_bytes, copies))]
+    held = [
+        functional.quantize_4bit(dense, blocksize=64, quant_type="nf4") for _ in range(copies or num_copies(num_bytes))
+    ]
     weights = functional.dequantize_4bit(*held[0]).double()
     launches = [
         lambda x, codes=codes, state=state: matmul_4bit(x, codes.t(), quant_state=state) for codes, state in held
@@ -315,20 +323,3 @@ def _relative_error(prepared: Prepared, x: torch.Tensor) -> float:
     y = prepared.launches[0](x if prepared.arrange is None else prepared.arrange(x)).double()
     expected = x.double() @ prepared.weights.T
     return float((y - expected).norm() / expected.norm())
-
-
-def _event_times(work: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of ``repeats`` runs, each timed by the GPU, after as many warm-up runs as WARM_UP says."""
-
-    def timed() -> Iterator[float]:
-        for _ in range(repeats):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            work()
-            end.record()
-            torch.cuda.synchronize()
-            yield begin.elapsed_time(end) / 1e3
-
-    for _ in range(WARM_UP):
-        work()
-    return list(timed())

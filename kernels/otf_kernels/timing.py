@@ -1,0 +1,48 @@
+"""Times of kernels on a GPU: cold weights, CUDA graphs, medians."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+
+import torch
+
+COLD_BYTES = 300 << 20  # of weights that a graph goes through: six times the largest L2 cache
+WARM_UP = 3
+
+
+def event_times(work: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of ``repeats`` runs, each timed by the GPU, after WARM_UP runs more."""
+    for _ in range(WARM_UP):
+        work()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return times
+
+
+def launch_times(launches: Sequence[Callable[[], object]], repeats: int) -> tuple[float, float, float]:
+    """Tenth percentile, median and ninetieth percentile of one launch's time in microseconds.
+
+    The launches are captured in one CUDA graph and replayed ``repeats`` times. Give one for every copy of the weights,
+    and enough copies that none is found in the L2 cache (``num_copies``).
+    """
+    for launch in launches[:WARM_UP]:  # compiles, which a capture must not
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    times = sorted(time * 1e6 / len(launches) for time in event_times(graph.replay, repeats))
+    return times[len(times) // 10], statistics.median(times), times[-1 - len(times) // 10]
+
+
+def num_copies(num_bytes: int) -> int:
+    """Copies of ``num_bytes`` of weights that a graph must go through to find all of them cold, three at least."""
+    return max(3, -(-COLD_BYTES // num_bytes))

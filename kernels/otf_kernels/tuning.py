@@ -1,0 +1,152 @@
+"""Configurations of the Hopper kernel as data: measured ones by GPU, shape and tokens, and how to measure more.
+
+``tuning/<GPU>.json`` holds what was measured for a GPU, a file of the same form in the user's cache what this machine
+has measured since. Shapes in neither get ``int4_hopper.choose_config``, which needs no tuning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from otf_kernels.int4_layout import PackedInt4
+from otf_kernels.timing import launch_times, num_copies
+
+FOLDER = Path(__file__).parent / "tuning"
+CACHE_VARIABLE = "OTF_KERNELS_CACHE"
+REPEATS = 10
+SHAPES = ((64, 4), (128, 4), (128, 8), (256, 8))  # block_n, num_warps
+BLOCK_M = (8, 16, 32, 64, 128)
+
+
+def cache_folder() -> Path:
+    """Where this machine's measurements lie: $OTF_KERNELS_CACHE, or otf_kernels in the user's cache."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "otf_kernels"
+    return Path(os.environ.get(CACHE_VARIABLE) or default)
+
+
+def tuned_config(gpu: str, packed: PackedInt4, num_tokens: int):
+    """The measured ``int4_hopper.Config`` for a layer of this shape and about as many tokens, or None.
+
+    Raises ValueError naming a file that does not hold configurations.
+    """
+    rows = _measured(gpu)
+    return rows.get((packed.out_features, packed.in_features, tokens_measured_for(num_tokens)))
+
+
+def tokens_measured_for(num_tokens: int) -> int:
+    """Numbers of tokens share a configuration up to the next power of two from 8 to 128."""
+    return min(BLOCK_M[-1], max(BLOCK_M[0], 1 << (num_tokens - 1).bit_length()))
+
+
+def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
+    """Measure configurations for a layer on its GPU, at most ``seconds`` long, and keep the fastest in the cache.
+
+    Returns the fastest ``int4_hopper.Config``. Raises ValueError when the layer is on no Hopper GPU.
+    """
+    from otf_kernels import int4_hopper
+
+    device = packed.words.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        raise ValueError(f"the layer is on {device}, but tuning needs a Hopper GPU (compute capability 9.x)")
+    properties = torch.cuda.get_device_properties(device)
+    x = torch.randn(num_tokens, packed.aligned_features, device=device).half()
+    out = torch.empty(num_tokens, packed.out_features, dtype=torch.float16, device=device)
+    tensors = ("words", "scales", "row_factors", "outliers", "arrivals")
+    held = [packed]
+    for _ in range(num_copies(packed.num_bytes) - 1):
+        held.append(dataclasses.replace(packed, **{name: getattr(packed, name).clone() for name in tensors}))
+    fastest, best = float("inf"), None
+    end = time.monotonic() + seconds
+    for config in candidates(packed, num_tokens, properties.multi_processor_count):
+        launches = [functools.partial(int4_hopper.launch, x, layer, out, config) for layer in held]
+        _, median, _ = launch_times(launches, REPEATS)
+        if median < fastest:
+            fastest, best = median, config
+        if time.monotonic() > end:
+            break
+    _keep(properties.name, packed, tokens_measured_for(num_tokens), best)
+    return best
+
+
+def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> Iterator:
+    """Configurations that fit, the untuned choice first."""
+    from otf_kernels import int4_hopper
+    from otf_kernels.int4_layout import MOST_TOKEN_TILES
+
+    first = int4_hopper.choose_config(packed, num_tokens, num_sms)
+    yield first
+    steps = int4_hopper.num_steps(packed)
+    seen = {first}
+    tokens = tokens_measured_for(num_tokens)
+    for block_m in (size for size in BLOCK_M if tokens // MOST_TOKEN_TILES <= size <= tokens):
+        for block_n, num_warps in SHAPES:
+            tiles = -(-packed.out_features // block_n) * -(-num_tokens // block_m)
+            for programs_per_sm in (1, 2, 3):
+                for split in _splits(programs_per_sm * num_sms, tiles, steps):
+                    for num_stages in (2, 3, 4):
+                        for early in (False, True):
+                            config = int4_hopper.Config(
+                                block_m, block_n, num_warps, num_stages, programs_per_sm, split, early
+                            )
+                            if config.fits and config not in seen:
+                                seen.add(config)
+                                yield config
+
+
+def _splits(slots: int, tiles: int, steps: int) -> Iterator[int]:
+    """How many programs may share a tile so that all programs run at once, and one fewer."""
+    most = max(1, min(slots // tiles, steps))
+    for wanted in (most, most - 1):
+        if wanted >= 1:
+            yield -(-steps // -(-steps // wanted))  # no program without a step
+
+
+@functools.cache
+def _measured(gpu: str) -> dict:
+    """Configurations by (output features, input channels, tokens); this machine's own measurements win."""
+    from otf_kernels.int4_hopper import Config
+
+    rows = [*_read(FOLDER / file_name(gpu)), *_read(cache_folder() / file_name(gpu))]
+    return {(row["n"], row["k"], row["m"]): Config(**row["config"]) for row in rows}
+
+
+def _read(path: Path) -> list[dict]:
+    """Rows of a file, none if there is no file."""
+    from otf_kernels.int4_hopper import Config
+
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text())
+        for row in rows:
+            _ = row["n"], row["k"], row["m"], Config(**row["config"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} does not hold configurations: {error!r}; delete it to measure again") from error
+    return rows
+
+
+def file_name(gpu: str) -> str:
+    """``nvidia_h200.json`` for "NVIDIA H200"."""
+    return "".join(letter if letter.isalnum() else "_" for letter in gpu.lower()) + ".json"
+
+
+def _keep(gpu: str, packed: PackedInt4, tokens: int, config) -> None:
+    """Write one more measurement to the cache, which always is a whole file."""
+    path = cache_folder() / file_name(gpu)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = {"n": packed.out_features, "k": packed.in_features, "m": tokens}
+    rows = [row for row in _read(path) if {name: row[name] for name in key} != key]
+    rows.append(key | {"config": dataclasses.asdict(config)})
+    lines = ",\n".join(json.dumps(row) for row in sorted(rows, key=lambda row: (row["n"], row["k"], row["m"])))
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(f"[\n{lines}\n]\n")
+    partial.replace(path)
+    _measured.cache_clear()

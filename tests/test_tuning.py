@@ -1,0 +1,99 @@
+"""Configurations as data: what is chosen, what is measured, and how measurements are kept."""
+
+import json
+
+import pytest
+import torch
+
+from gpu_kernels import pack, random_layer
+from otf_kernels import int4_hopper, tuning
+
+SHAPES = [(8192, 28672), (28672, 8192), (18944, 3584), (3584, 18944), (8192, 3072), (3072, 8192), (3072, 3072), (1, 9)]
+GPU = "A GPU of the future"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path))
+    tuning._measured.cache_clear()
+    yield
+    tuning._measured.cache_clear()
+
+
+def shape_only(num_rows, in_features):
+    """A packed layer without weights: configurations depend on sizes alone."""
+    outliers = round(in_features / 100)
+    blocks = -(-(in_features - outliers) // 256)
+    tensors = {
+        "words": torch.empty(blocks, num_rows, 64, dtype=torch.int16, device="meta"),
+        "outliers": torch.empty(num_rows, -(-outliers // 8) * 8, dtype=torch.float16, device="meta"),
+    }
+    rest = dict.fromkeys(("scales", "row_factors", "bias", "arrivals"))
+    return tuning.PackedInt4(**tensors, **rest, in_features=in_features, num_outliers=outliers, group_size=128)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 33, 64, 65, 128, 129, 2048])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_choice_fits(shape, tokens):
+    packed = shape_only(*shape)
+    config = int4_hopper.choose_config(packed, tokens, 132)
+    int4_hopper._check_config(config, tokens)
+    assert config.block_m >= min(tokens, 8)
+    assert 1 <= config.split <= int4_hopper.num_steps(packed)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 64, 128])
+def test_candidates_fit_and_differ(tokens):
+    for shape in SHAPES:
+        packed = shape_only(*shape)
+        configs = list(tuning.candidates(packed, tokens, 132))
+        assert configs[0] == int4_hopper.choose_config(packed, tokens, 132)
+        assert len(set(configs)) == len(configs) > 10
+        for config in configs:
+            int4_hopper._check_config(config, tokens)
+            steps = int4_hopper.num_steps(packed)
+            assert (config.split - 1) * -(-steps // config.split) < steps  # no program without a step
+
+
+@pytest.mark.parametrize(("tokens", "measured"), [(1, 8), (8, 8), (9, 16), (33, 64), (128, 128)])
+def test_tokens_share_configurations(tokens, measured):
+    assert tuning.tokens_measured_for(tokens) == measured
+
+
+def test_measurements_are_kept_and_found(tmp_path):
+    packed = pack(random_layer(70, 300, 3, 64))
+    assert tuning.tuned_config(GPU, packed, 1) is None
+    first, second = (int4_hopper.Config(8, 64, 4, stages, 2, 3, True) for stages in (2, 3))
+    tuning._keep(GPU, packed, 8, first)
+    tuning._keep(GPU, packed, 16, second)
+    assert tuning.tuned_config(GPU, packed, 5) == first
+    assert tuning.tuned_config(GPU, packed, 16) == second
+    assert tuning.tuned_config(GPU, packed, 17) is None
+    assert tuning.tuned_config(GPU, pack(random_layer(71, 300, 3, 64)), 5) is None
+    tuning._keep(GPU, packed, 8, second)
+    assert tuning.tuned_config(GPU, packed, 5) == second
+    assert [path.name for path in tmp_path.iterdir()] == ["a_gpu_of_the_future.json"]
+    assert len(json.loads((tmp_path / "a_gpu_of_the_future.json").read_text())) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '[{"n": 1}]', '[{"n": 1, "k": 1, "m": 8, "config": {"block_m": 8}}]'])
+def test_a_broken_file_is_named(tmp_path, text):
+    path = tmp_path / "a_gpu_of_the_future.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} does not hold configurations.*delete it to measure again"):
+        tuning.tuned_config(GPU, pack(random_layer(7, 30, 3, 64)), 1)
+    with pytest.raises(ValueError, match=f"{path} does not hold configurations"):
+        tuning._keep(GPU, pack(random_layer(7, 30, 3, 64)), 8, int4_hopper.Config(8, 64, 4, 2, 2, 3, True))
+    assert path.read_text() == text
+
+
+def test_published_files_fit():
+    for path in tuning.FOLDER.glob("*.json"):
+        for row in json.loads(path.read_text()):
+            config = int4_hopper.Config(**row["config"])
+            int4_hopper._check_config(config, row["m"])
+
+
+def test_tuning_needs_a_hopper_gpu():
+    with pytest.raises(ValueError, match="tuning needs a Hopper GPU"):
+        tuning.tune(pack(random_layer(7, 30, 3, 64)), 1)
