@@ -105,6 +105,8 @@ def test_arrange():
     assert not arranged[..., 35:].any()
     aligned = packed_of(random_layer(4, 64, 8, 64, permuted=False))
     x = torch.randn(3, 64)
-    assert arrange(x, aligned) is x
+    assert torch.equal(arrange(x, aligned), x)
     with pytest.raises(ValueError, match=r"x must have shape \[\.\.\., 30\], not \[2, 29\]"):
         arrange(torch.randn(2, 29), packed)
+    with pytest.raises(ValueError, match=r"perm must have shape \[30\], not \[29\]"):
+        arrange(torch.randn(2, 30), packed, layer.perm[1:])

@@ -154,8 +154,32 @@ def pack_layer(
     )
 
 
+def kernel_order(packed: PackedInt4, perm: torch.Tensor | None = None) -> torch.Tensor:
+    """Which channel stands where in activations as the kernels read them, -1 where a zero does.
+
+    Args:
+        packed: the layer.
+        perm: int [in_features], position i of the stored order is channel perm[i]; None for the stored order itself.
+
+    Returns:
+        int32 [packed.aligned_features], on packed's device.
+
+    Raises ValueError when perm has another length.
+    """
+    device = packed.words.device
+    if perm is None:
+        perm = torch.arange(packed.in_features, device=device)
+    elif tuple(perm.shape) != (packed.in_features,):
+        raise ValueError(f"perm must have shape [{packed.in_features}], not {list(perm.shape)}")
+    order = torch.full((packed.aligned_features,), -1, dtype=torch.int32, device=device)
+    order[: packed.num_outliers] = perm[: packed.num_outliers]
+    background = packed.in_features - packed.num_outliers
+    order[packed.aligned_outliers : packed.aligned_outliers + background] = perm[packed.num_outliers :]
+    return order
+
+
 def arrange(x: torch.Tensor, packed: PackedInt4, perm: torch.Tensor | None = None) -> torch.Tensor:
-    """Activations in the kernels' order: [outliers, zeros up to a multiple of 8 | background, zeros].
+    """Activations in the kernels' order, by PyTorch; ``activations`` has kernels that write them so in the first place.
 
     Args:
         x: float [..., in_features].
@@ -163,21 +187,14 @@ def arrange(x: torch.Tensor, packed: PackedInt4, perm: torch.Tensor | None = Non
         perm: int [in_features], position i of the stored order is channel perm[i]; None when x arrives in that order.
 
     Returns:
-        [..., packed.aligned_features] in x.dtype; x itself when it is in that order already.
+        [..., packed.aligned_features] in x.dtype.
 
     Raises ValueError when x is not as wide as the layer.
     """
     if x.dim() == 0 or x.shape[-1] != packed.in_features:
         raise ValueError(f"x must have shape [..., {packed.in_features}], not {list(x.shape)}")
-    if perm is not None:
-        x = x.index_select(-1, perm.long())
-    outliers, width = packed.aligned_outliers, packed.aligned_features
-    if width == packed.in_features and outliers == packed.num_outliers:
-        return x
-    arranged = x.new_zeros(*x.shape[:-1], width)
-    arranged[..., : packed.num_outliers] = x[..., : packed.num_outliers]
-    arranged[..., outliers : outliers + packed.in_features - packed.num_outliers] = x[..., packed.num_outliers :]
-    return arranged
+    order = kernel_order(packed, perm)
+    return x[..., order.clamp(min=0).long()].masked_fill_(order < 0, 0)
 
 
 def unpack_codes(packed: PackedInt4) -> torch.Tensor:
