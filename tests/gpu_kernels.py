@@ -253,6 +253,31 @@ def check_graph(device: str) -> list[dict]:
     return [result("int4_linear", "replayed CUDA graph", torch.float16, [error], layer.in_features)]
 
 
+def check_activations(device: str) -> list[dict]:
+    """The kernels between linear layers, in an order with zeros."""
+    from otf_kernels import activations
+
+    rows = []
+    for dtype, (width, out_width) in itertools.product(DTYPES, ((576, 1536), (3072, 3080), (28672, 28680))):
+        order = torch.full((out_width,), -1, device=device, dtype=torch.int32)
+        order[: min(width, out_width)] = torch.randperm(width, device=device)[:out_width]
+        x, residual, gate_up = (random_activations(3, size, dtype, device) for size in (width, width, 2 * width))
+        weight = random_activations(1, width, torch.float32, device)[0]
+        y, h = activations.rms_norm(x, weight, 1e-5, residual=residual, order=order)
+        exact = h.double()
+        normalised = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+        gate, up = gate_up.double().split(width, -1)
+        product = torch.nn.functional.silu(gate) * up
+        cases = [
+            ("rms_norm", y, normalised), ("silu_mul", activations.silu_mul(gate_up, order=order), product),
+            ("arrange", activations.arrange(x, order), x.double()),
+        ]  # fmt: skip
+        for name, got, expected in cases:
+            wanted = torch.where(order < 0, 0, expected[:, order.clamp(min=0).long()])
+            rows.append(result(name, f"{width} to {out_width}", dtype, [relative_error(got, wanted)], width))
+    return rows
+
+
 def result(kernel: str, case: str, dtype: torch.dtype, errors: list[float], num_terms: int) -> dict:
     allowed = tolerance(dtype, num_terms)
     return {
@@ -272,7 +297,7 @@ def compile_all() -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from otf_kernels import int4_portable, int8_embedding
+    from otf_kernels import activations, int4_portable, int8_embedding
 
     count = 0
 
@@ -315,6 +340,13 @@ def compile_all() -> int:
             constants = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k}
             options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
             compile_kernel(int8_embedding.int8_linear_kernel, pointers, constants, **options)
+        lone = {"x": x, "y": x, "gate_up": x, "residual": x, "normalised": x, "total": x, "weight": x, "order": "*i32"}
+        lone |= {"eps": "fp32", "offset": "fp32"}
+        ordered = {"HAS_ORDER": True, "BLOCK": 1024}
+        compile_kernel(activations.silu_mul_kernel, lone, ordered)
+        compile_kernel(activations.arrange_kernel, lone, {"BLOCK": 1024})
+        ordered |= {"HAS_RESIDUAL": True, "ROUND_TO_BF16": False, "BLOCK_OUT": 2048}
+        compile_kernel(activations.rms_norm_kernel, lone, ordered)
     # Other generations, with the tiles that a launch chooses there: they must fit the shared memory.
     for capability, shared_memory in OTHER_CAPABILITIES.items():
         for block_m, block_n, num_warps, num_stages in int4_portable.HALF_TILES:
@@ -379,7 +411,7 @@ def main() -> int:
     import triton
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    rows = [*check_grid("cuda"), *check_graph("cuda"), *check_offsets("cuda")]
+    rows = [*check_grid("cuda"), *check_graph("cuda"), *check_activations("cuda"), *check_offsets("cuda")]
     if torch.cuda.get_device_capability()[0] == 9:
         rows += check_packed("cuda")
     else:
