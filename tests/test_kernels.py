@@ -28,7 +28,7 @@ from gpu_kernels import (
     relative_error,
 )
 from otf_kernels import Tile, int4_portable, int8_embedding, is_interpreted
-from otf_kernels.int4_layout import arrange, pack_layer
+from otf_kernels.int4_layout import arrange, pack_layer, pack_layers
 from otf_kernels.int4_linear import int4_linear
 from otf_llm import reference
 from otf_llm.kernel_check import Int4Layer, tolerance
@@ -293,6 +293,45 @@ def test_torch_compile_takes_it_whole(permuted):
     torch.library.opcheck(torch.ops.otf.int4_linear.default, arguments)
 
 
+def stored(layer):
+    return {name: getattr(layer, name) for name in STORED}
+
+
+STORED = ("codes", "scales", "outliers", "in_features", "group_size", "bias")
+
+
+def test_layers_that_share_an_input_are_one():
+    """q, k and v: the same numbers as one by one, with a bias that only some have."""
+    options = {"permuted": False, "device": DEVICE}
+    layers = [random_layer(rows, 70, 3, 32, biased=rows == 5, seed=rows, **options) for rows in (20, 5, 5)]
+    x = random_activations(3, 70, torch.float32, DEVICE)
+    together = int4_linear(x, pack_layers([stored(layer) for layer in layers]))
+    assert torch.equal(together, torch.cat([int4_linear(x, pack(layer)) for layer in layers], -1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"in_features": 71}, r"layers\[1\] has in_features 71, but layers\[0\] has 70"),
+        ({"group_size": 64}, r"layers\[1\] has group_size 64, but layers\[0\] has 32"),
+        (
+            {"outliers": torch.zeros(5, 4).half()},
+            r"layers\[1\] has outliers float16 \[N, 4\], but layers\[0\] has float16",
+        ),
+        (
+            {"outliers": torch.zeros(5, 3).bfloat16()},
+            r"layers\[1\] has outliers bfloat16 \[N, 3\], but layers\[0\] has float16",
+        ),
+    ],
+)
+def test_layers_that_do_not_belong_together_are_named(changes, message):
+    layer = stored(random_layer(5, 70, 3, 32, permuted=False))
+    with pytest.raises(ValueError, match=message):
+        pack_layers([layer, layer | changes])
+    with pytest.raises(ValueError, match="layers must hold at least one layer"):
+        pack_layers([])
+
+
 STORED_MISFITS = {
     "codes must be uint8": {"codes": torch.zeros(5, 32, dtype=torch.int8)},
     "codes must have shape": {"codes": torch.zeros(5, 31, dtype=torch.uint8)},
@@ -328,8 +367,7 @@ def on_device(arguments):
 @pytest.mark.parametrize("message", STORED_MISFITS)
 def test_misfits_of_a_stored_layer_are_named(message):
     layer = random_layer(5, 64, 1, 32, device=DEVICE)
-    names = ("codes", "scales", "outliers", "in_features", "group_size", "bias")
-    arguments = {name: getattr(layer, name) for name in names} | STORED_MISFITS[message]
+    arguments = stored(layer) | STORED_MISFITS[message]
     with pytest.raises(ValueError, match=message):
         pack_layer(**on_device(arguments))
 

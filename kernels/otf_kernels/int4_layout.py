@@ -16,6 +16,7 @@ after the sum.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,6 +153,36 @@ def pack_layer(
         num_outliers=num_outliers,
         group_size=group_size,
     )
+
+
+def pack_layers(layers: Sequence[Mapping]) -> PackedInt4:
+    """Pack layers that read the same activations (q, k and v; gate and up) as one, their rows one after another.
+
+    Args:
+        layers: arguments of ``pack_layer`` by name, one mapping a layer, with the same in_features and group_size and
+            as many outlier columns of one dtype. Where only some have a bias, the others' is 0.
+
+    Raises ValueError naming what differs, or what ``pack_layer`` refuses.
+    """
+    if not layers:
+        raise ValueError("layers must hold at least one layer")
+    first = layers[0]
+    for index, layer in enumerate(layers):
+        for name in ("in_features", "group_size"):
+            if layer[name] != first[name]:
+                raise ValueError(f"layers[{index}] has {name} {layer[name]}, but layers[0] has {first[name]}")
+        for name in ("outliers", "scales", "codes"):
+            if layer[name].shape[1:] != first[name].shape[1:] or layer[name].dtype is not first[name].dtype:
+                described = f"{layer[name].dtype} [N, {layer[name].shape[-1]}]".removeprefix("torch.")
+                wanted = f"{first[name].dtype} [N, {first[name].shape[-1]}]".removeprefix("torch.")
+                raise ValueError(f"layers[{index}] has {name} {described}, but layers[0] has {wanted}")
+    biases = [layer.get("bias") for layer in layers]
+    bias = None
+    if any(value is not None for value in biases):
+        rows = [layer["outliers"].new_zeros(len(layer["outliers"]), dtype=torch.float32) for layer in layers]
+        bias = torch.cat([zeros if value is None else value.float() for value, zeros in zip(biases, rows, strict=True)])
+    joined = {name: torch.cat([layer[name] for layer in layers]) for name in ("codes", "scales", "outliers")}
+    return pack_layer(**joined, in_features=first["in_features"], group_size=first["group_size"], bias=bias)
 
 
 def kernel_order(packed: PackedInt4, perm: torch.Tensor | None = None) -> torch.Tensor:
