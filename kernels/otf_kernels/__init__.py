@@ -1,8 +1,9 @@
 """otf_kernels: Triton kernels that multiply by INT4 and INT8 weights without a dequantised copy in memory.
 
-Each module holds one operation's launcher and its ``@triton.jit`` bodies; ``otf_llm.reference`` says what they must
-compute. Importing this package does nothing and needs no Triton: import ``otf_kernels.int4_linear`` or
-``otf_kernels.int8_embedding`` for the kernels.
+``int4_linear`` multiplies by a layer that ``int4_layout`` has packed, through ``int4_hopper`` or ``int4_portable``;
+``int8_embedding`` has the embedding and the tied head, ``activations`` what stands between linear layers, ``tuning``
+and ``timing`` measure. ``otf_llm.reference`` says what they must compute. Importing this package does nothing and
+needs no Triton: import the modules for the kernels.
 
 Without a GPU the kernels run on CPU tensors in Triton's interpreter, slowly. Triton reads ``TRITON_INTERPRET=1`` when a
 kernel is decorated, that is when its module is imported: set it in the environment before anything imports Triton. Set
@@ -12,38 +13,10 @@ later, it changes nothing, and the launchers refuse CPU tensors.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 
 ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MIN_DOT = 16  # tl.dot takes tiles of at least 16 in every dimension
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Work of one program: ``block_n`` output features by ``block_m`` tokens, ``block_k`` input channels at a time."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int = 4
-    num_stages: int = 3
-
-    def __post_init__(self):
-        # An INT4 step multiplies the even and the odd half of its block_k channels, and each half must fill a dot.
-        for name, smallest in (("block_m", MIN_DOT), ("block_n", MIN_DOT), ("block_k", 2 * MIN_DOT)):
-            size = getattr(self, name)
-            if size < smallest or size & (size - 1):
-                raise ValueError(f"{name} must be a power of two of at least {smallest}, not {size}")
-
-
-def choose_tile(tiles: tuple[tuple[int, Tile], ...], num_tokens: int) -> Tile:
-    """First tile of a table of (most tokens it is meant for, tile) rows that suits; the last row takes the rest."""
-    for most_tokens, tile in tiles:
-        if num_tokens <= most_tokens:
-            return tile
-    return tiles[-1][1]
 
 
 def check_tensor(

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-from otf_kernels import ACTIVATION_DTYPES, Tile, check_tensor, choose_tile, interpreter_dtype, launch_device
+from otf_kernels import ACTIVATION_DTYPES, check_tensor, interpreter_dtype, launch_device
 
+MIN_DOT = 16  # tl.dot takes tiles of at least 16 in every dimension
 BLOCK_COLUMNS = 1024  # embedding columns per program: 1 KB of codes, 4 bytes a thread and more
-# Most tokens a tile is meant for, tile; table rows are the tile's rows (see int4_linear.TILES).
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Work of one program: ``block_n`` rows of the table by ``block_m`` tokens, ``block_k`` channels at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __post_init__(self):
+        for name in ("block_m", "block_n", "block_k"):
+            size = getattr(self, name)
+            if size < MIN_DOT or size & (size - 1):
+                raise ValueError(f"{name} must be a power of two of at least {MIN_DOT}, not {size}")
+
+
+# Most tokens a tile is meant for, tile; table rows are the tile's rows (see int4_portable.HALF_TILES).
 TILES = (
     (16, Tile(block_m=16, block_n=64, block_k=128)),
     (32, Tile(block_m=32, block_n=64, block_k=128)),
@@ -107,7 +129,8 @@ def int8_linear(
 
     tokens = x.reshape(out.numel() // vocabulary, width).to(interpreter_dtype(int8_linear_kernel, x.dtype))
     y = out if tokens.dtype is x.dtype else torch.empty(y_shape, dtype=tokens.dtype, device=x.device)
-    tile = tile or choose_tile(FLOAT32_TILES if x.dtype is torch.float32 else TILES, tokens.shape[0])
+    tiles = FLOAT32_TILES if x.dtype is torch.float32 else TILES
+    tile = tile or next((tile for most, tile in tiles if tokens.shape[0] <= most), tiles[-1][1])
     grid = (triton.cdiv(tokens.shape[0], tile.block_m) * triton.cdiv(vocabulary, tile.block_n),)
     with launch_device(int8_linear_kernel, x.device):
         int8_linear_kernel[grid](
