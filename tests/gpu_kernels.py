@@ -1,6 +1,6 @@
 """The compiled kernels against the float64 reference, on a CUDA GPU; pytest does not collect this file.
 
-    PYTHONPATH=scripts:kernels python tests/gpu_kernels.py [--out DIR]
+    PYTHONPATH=scripts:kernels python tests/gpu_kernels.py [--out DIR] [--jobs N]
 
 prints the largest relative error of every case, writes it to DIR/gpu_kernels.tsv, and exits with 1 if any is too large.
 ``--compile-only`` needs no GPU: it compiles the kernels for Ampere, Ada, Hopper and Blackwell GPUs and runs nothing.
@@ -13,6 +13,7 @@ import csv
 import dataclasses
 import itertools
 import math
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -138,12 +139,12 @@ def layer_cases(device: str):
         yield layer, dtype, TOKENS
 
 
-def check_grid(device: str) -> list[dict]:
-    """Every case of the grid: one row per layer and dtype, with the worst error over the numbers of tokens."""
+def check_grid(device: str, share: slice) -> list[dict]:
+    """Cases of the grid: one row per layer and dtype, with the worst error over the numbers of tokens."""
     from otf_kernels.int8_embedding import int8_embedding, int8_linear
 
     rows = []
-    for layer, dtype, token_counts in layer_cases(device):
+    for layer, dtype, token_counts in itertools.islice(layer_cases(device), share.start, None, share.step):
         errors = []
         for tokens in token_counts:
             x = random_activations(tokens, layer.in_features, dtype, device)
@@ -151,7 +152,7 @@ def check_grid(device: str) -> list[dict]:
             errors.append(relative_error(y, reference_layer(x.double(), layer)))
         case = f"{layer.name}{', permuted' if layer.perm is not None else ''}"
         rows.append(result("int4_linear", case, dtype, errors, layer.in_features))
-    for (vocabulary, width), dtype in itertools.product(TABLES, DTYPES):
+    for (vocabulary, width), dtype in list(itertools.product(TABLES, DTYPES))[share]:
         table = random_table(vocabulary, width, device=device)
         head_errors, row_errors = [], []
         for tokens in TOKENS:
@@ -180,10 +181,10 @@ def packed_cases(device: str):
         yield str(values), layer, (1, config.block_m, 4 * config.block_m), config
 
 
-def check_packed(device: str) -> list[dict]:
+def check_packed(device: str, share: slice) -> list[dict]:
     """The Hopper kernel over packed layers: every shape, group size and number of tokens, then every configuration."""
     rows = []
-    for name, layer, token_counts, config in packed_cases(device):
+    for name, layer, token_counts, config in itertools.islice(packed_cases(device), share.start, None, share.step):
         packed = pack(layer)
         errors = [packed_error(layer, packed, tokens, config) for tokens in token_counts]
         rows.append(result("hopper", name, torch.float16, errors, layer.in_features))
@@ -253,12 +254,13 @@ def check_graph(device: str) -> list[dict]:
     return [result("int4_linear", "replayed CUDA graph", torch.float16, [error], layer.in_features)]
 
 
-def check_activations(device: str) -> list[dict]:
+def check_activations(device: str, share: slice) -> list[dict]:
     """The kernels between linear layers, in an order with zeros."""
     from otf_kernels import activations
 
     rows = []
-    for dtype, (width, out_width) in itertools.product(DTYPES, ((576, 1536), (3072, 3080), (28672, 28680))):
+    sizes = list(itertools.product(DTYPES, ((576, 1536), (3072, 3080), (28672, 28680))))
+    for dtype, (width, out_width) in sizes[share]:
         order = torch.full((out_width,), -1, device=device, dtype=torch.int32)
         order[: min(width, out_width)] = torch.randperm(width, device=device)[:out_width]
         x, residual, gate_up = (random_activations(3, size, dtype, device) for size in (width, width, 2 * width))
@@ -398,9 +400,20 @@ def compile_gluon_for_hopper() -> int:
     return len(PACKED_CONFIGS)
 
 
+def check_share(share: slice) -> list[dict]:
+    """Every ``share.step``-th case from ``share.start``; what cannot be shared out goes with the first."""
+    rows = [*check_grid("cuda", share), *check_activations("cuda", share)]
+    if torch.cuda.get_device_capability()[0] == 9:
+        rows += check_packed("cuda", share)
+    elif share.start == 0:
+        print("hopper: skipped, needs a GPU of compute capability 9.x")
+    return rows if share.start else [*rows, *check_graph("cuda"), *check_offsets("cuda")]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="folder to write gpu_kernels.tsv to")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases: most of the time compiles")
     parser.add_argument("--compile-only", action="store_true", help="compile, without a GPU")
     arguments = parser.parse_args()
     if arguments.compile_only:
@@ -411,11 +424,12 @@ def main() -> int:
     import triton
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    rows = [*check_grid("cuda"), *check_graph("cuda"), *check_activations("cuda"), *check_offsets("cuda")]
-    if torch.cuda.get_device_capability()[0] == 9:
-        rows += check_packed("cuda")
+    shares = [slice(first, None, arguments.jobs) for first in range(arguments.jobs)]
+    if arguments.jobs == 1:
+        rows = check_share(shares[0])
     else:
-        print("hopper: skipped, needs a GPU of compute capability 9.x")
+        with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
+            rows = [row for found in pool.map(check_share, shares, chunksize=1) for row in found]
     for row in rows:
         verdict = "ok" if row["passed"] else "FAILED"
         print(
