@@ -32,6 +32,7 @@ from otf_kernels.int4_layout import arrange, pack_layer, pack_layers
 from otf_kernels.int4_linear import int4_linear
 from otf_llm import reference
 from otf_llm.kernel_check import Int4Layer, tolerance
+from otf_llm.modules import Int4Linear
 from otf_llm.packing import pack_int4
 
 ROOT = Path(__file__).parents[1]
@@ -307,6 +308,23 @@ def test_layers_that_share_an_input_are_one():
     x = random_activations(3, 70, torch.float32, DEVICE)
     together = int4_linear(x, pack_layers([stored(layer) for layer in layers]))
     assert torch.equal(together, torch.cat([int4_linear(x, pack(layer)) for layer in layers], -1))
+
+
+def test_a_module_packs_what_it_stores_and_forgets_it_when_that_changes():
+    layer = random_layer(20, 70, 3, 64)
+    module = Int4Linear(70, 20, 3, 64, bias=True)
+    module.load_state_dict({name: getattr(layer, name) for name in ("codes", "scales", "outliers", "bias")})
+    module.perm = layer.perm
+    x = random_activations(3, 70, torch.float32)
+    expected = module(x)
+    module._pack(torch.device(DEVICE))
+    perm = layer.perm.to(DEVICE)
+    assert_matches(int4_linear(x.to(DEVICE), module._packed, perm=perm).cpu(), expected.double(), 70)
+    assert torch.equal(module(x), expected)  # the stored tensors stay, in the host's memory
+    for change in (module.half, lambda: module.load_state_dict(module.state_dict())):
+        module._pack(torch.device(DEVICE))
+        change()
+        assert module._packed is None
 
 
 @pytest.mark.parametrize(
