@@ -40,7 +40,11 @@ def pick(y, order):
 
 
 def assert_rounded_once(y, expected, steps=1):
-    """Within the rounding of y's dtype and a little of float32's."""
+    """Within the rounding of y's dtype; ``steps`` of it where that is float32, in which the work itself is done.
+
+    The sum of squares, its root and two products cost rms_norm up to two roundings; exp, whose argument is multiplied
+    by log2(e) and loses bits as it grows, costs silu_mul up to eight.
+    """
     assert y.dtype in DTYPES
     torch.testing.assert_close(y.double(), expected, rtol=steps * torch.finfo(y.dtype).eps, atol=1e-6)
 

@@ -16,7 +16,9 @@ def test_no_gpu(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", [["--shapes", "8192"], ["--shapes", "8xk"], ["--tokens", "0"], ["--tokens", "-1"]])
+@pytest.mark.parametrize(
+    "option", [["--shapes", "8192"], ["--shapes", "8xk"], ["--tokens", "0"], ["--tokens", "-1"], ["--tune", "nan"]]
+)
 def test_bad_options(option, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "kernels", *option])

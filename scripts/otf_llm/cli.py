@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels.add_argument("--shapes", type=_shape, nargs="+", metavar="NxK", help="output features x input channels")
     kernels.add_argument("--tokens", type=_positive, nargs="+", metavar="M", help="numbers of tokens")
     kernels.add_argument(
-        "--tune", type=float, default=0, metavar="SECONDS",
+        "--tune", type=_positive, default=0, metavar="SECONDS",
         help="first look for the fastest configuration of each shape and number of tokens, this long for each",
     )  # fmt: skip
     kernels.set_defaults(run=_bench_kernels)
