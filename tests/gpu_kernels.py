@@ -4,6 +4,10 @@
 
 prints the largest relative error of every case, writes it to DIR/gpu_kernels.tsv, and exits with 1 if any is too large.
 ``--compile-only`` needs no GPU: it compiles the kernels for Ampere, Ada, Hopper and Blackwell GPUs and runs nothing.
+``--odd-shape`` runs each kernel once or twice on one odd shape, as compute-sanitizer wants it, which is slow:
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \\
+        python tests/gpu_kernels.py --odd-shape
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import itertools
 import math
 import multiprocessing
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -254,12 +259,14 @@ def check_graph(device: str) -> list[dict]:
     return [result("int4_linear", "replayed CUDA graph", torch.float16, [error], layer.in_features)]
 
 
-def check_activations(device: str, share: slice) -> list[dict]:
-    """The kernels between linear layers, in an order with zeros."""
+def check_activations(
+    device: str, share: slice, widths: Sequence[tuple[int, int]] = ((576, 1536), (3072, 3080), (28672, 28680))
+) -> list[dict]:
+    """The kernels between linear layers, in an order with zeros, from one width to another."""
     from otf_kernels import activations
 
     rows = []
-    sizes = list(itertools.product(DTYPES, ((576, 1536), (3072, 3080), (28672, 28680))))
+    sizes = list(itertools.product(DTYPES, widths))
     for dtype, (width, out_width) in sizes[share]:
         order = torch.full((out_width,), -1, device=device, dtype=torch.int32)
         order[: min(width, out_width)] = torch.randperm(width, device=device)[:out_width]
@@ -400,6 +407,47 @@ def compile_gluon_for_hopper() -> int:
     return len(PACKED_CONFIGS)
 
 
+def check_odd_shape(device: str) -> list[dict]:
+    """Every kernel on one shape that no tile divides, the INT4 ones with their channels shared out as well."""
+    from otf_kernels import int4_hopper, int4_portable
+    from otf_kernels.int4_layout import arrange
+    from otf_kernels.int8_embedding import int8_embedding, int8_linear
+
+    layer = random_layer(263, 777, 5, 64, device=device)
+    packed = pack(layer)
+    tokens = 19
+    rows = []
+    for split in (1, 2):
+        x = random_activations(tokens, layer.in_features, torch.bfloat16, device)
+        config = int4_portable.Config(32, 64, 4, 3, split)
+        y = torch.empty(tokens, packed.out_features, dtype=x.dtype, device=device)
+        int4_portable.launch(x, packed, layer.perm, y, config)
+        error = relative_error(y, reference_layer(x.double(), layer))
+        rows.append(result("int4_portable", f"{layer.name}, split {split}", x.dtype, [error], layer.in_features))
+        if torch.cuda.get_device_capability()[0] == 9:
+            config = int4_hopper.Config(32, 128, 8, 2, 1, split, early=split == 2)
+            error = packed_error(layer, packed, tokens, config)
+            rows.append(
+                result("int4_hopper", f"{layer.name}, split {split}", torch.float16, [error], layer.in_features)
+            )
+    x = random_activations(tokens, layer.in_features, torch.float16, device)
+    error = relative_error(
+        apply_layer(arrange(x, packed, layer.perm), dataclasses.replace(layer, perm=None)),
+        reference_layer(x.double(), layer),
+    )
+    rows.append(result("int4_linear", layer.name, torch.float16, [error], layer.in_features))
+    table = random_table(263, 77, device=device)
+    x = random_activations(tokens, 77, torch.float16, device)
+    expected = reference.int8_linear(x.double(), table.codes, table.scales)
+    error = relative_error(int8_linear(x, table.codes, table.scales), expected)
+    rows.append(result("int8_linear", table.name, torch.float16, [error], 77))
+    ids = torch.arange(tokens, device=device) * 7919 % 263
+    y = int8_embedding(ids, table.codes, table.scales, torch.float16)
+    expected = reference.int8_embedding(ids, table.codes, table.scales, torch.float64)
+    rows.append(result("int8_embedding", table.name, torch.float16, [relative_error(y, expected)], 1))
+    return [*rows, *check_activations(device, slice(0, 1), ((77, 83),))]
+
+
 def check_share(share: slice) -> list[dict]:
     """Every ``share.step``-th case from ``share.start``; what cannot be shared out goes with the first."""
     rows = [*check_grid("cuda", share), *check_activations("cuda", share)]
@@ -415,6 +463,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="folder to write gpu_kernels.tsv to")
     parser.add_argument("--jobs", type=int, default=1, help="processes that share the cases: most of the time compiles")
     parser.add_argument("--compile-only", action="store_true", help="compile, without a GPU")
+    parser.add_argument("--odd-shape", action="store_true", help="run each kernel on one odd shape, for a sanitizer")
     arguments = parser.parse_args()
     if arguments.compile_only:
         print(f"compiled {compile_all()} kernel variants")
@@ -425,7 +474,9 @@ def main() -> int:
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     shares = [slice(first, None, arguments.jobs) for first in range(arguments.jobs)]
-    if arguments.jobs == 1:
+    if arguments.odd_shape:
+        rows = check_odd_shape("cuda")
+    elif arguments.jobs == 1:
         rows = check_share(shares[0])
     else:
         with multiprocessing.get_context("spawn").Pool(arguments.jobs) as pool:
