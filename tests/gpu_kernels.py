@@ -42,7 +42,8 @@ PACKED_TOKENS = (0, 1, 2, 7, 16, 17, 33, 64, 65, 128, 130, 300)
 PACKED_CONFIGS = (
     (8, 64, 4, 3, 3, 5, True), (8, 128, 4, 3, 2, 1, False), (16, 128, 4, 4, 2, 13, True), (16, 256, 8, 2, 1, 2, False),
     (32, 64, 4, 2, 1, 3, True), (64, 256, 8, 3, 1, 4, True), (64, 128, 8, 3, 1, 7, False), (128, 64, 4, 3, 1, 2, True),
-    (128, 256, 8, 2, 1, 5, True),
+    (128, 256, 8, 2, 1, 5, True), (8, 64, 4, 3, 3, 0, True), (16, 128, 4, 3, 2, 0, False), (64, 256, 8, 3, 1, 0, True),
+    (128, 128, 8, 2, 1, 0, False),
 )  # fmt: skip
 OTHER_CAPABILITIES = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes a program may have
 OFFSET_ROWS, OFFSET_BYTES = 524_300, 4_096  # 2.15 GB of codes: offsets pass 2^31
@@ -180,10 +181,11 @@ def packed_cases(device: str):
     for shape, group_size, plain in itertools.product(PACKED_SHAPES, PACKED_GROUP_SIZES, (False, True)):
         layer = random_layer(*shape, group_size, permuted=not plain, biased=not plain, device=device)
         yield f"{layer.name}{', permuted' * (not plain)}", layer, PACKED_TOKENS, None
-    layer = random_layer(1000, 4000, 41, 64, device=device)
-    for values in PACKED_CONFIGS:
+    # Equal shares of the second layer hold whole tiles between parts of two others.
+    for shape, values in itertools.product(((1000, 4000, 41), (40000, 500, 9)), PACKED_CONFIGS):
         config = Config(*values)
-        yield str(values), layer, (1, config.block_m, 4 * config.block_m), config
+        layer = random_layer(*shape, 64, device=device)
+        yield f"{layer.name}, {values}", layer, (1, config.block_m, 4 * config.block_m), config
 
 
 def check_packed(device: str, share: slice) -> list[dict]:
@@ -389,7 +391,7 @@ def compile_gluon_for_hopper() -> int:
         config = int4_hopper.Config(*values)
         constants = {
             "HAS_BIAS": per_block > 0, "GROUPS": per_block, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-            "STAGES": config.num_stages, "EARLY": config.early,
+            "STAGES": config.num_stages, "EARLY": config.early, "SHARED": config.split == 0,
         }  # fmt: skip
         types = {
             "x_tokens": f"tensordesc<fp16[{config.block_m}, 64],{layout!r}>",

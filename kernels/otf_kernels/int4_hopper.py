@@ -39,7 +39,7 @@ MOST_REGISTERS = 240  # a thread may have 255; the compiler keeps some
 PRODUCER_REGISTERS = gl.constexpr(24)
 PRODUCER_WARPS = 4  # one works, and registers are handed out to four at a time
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that programs may use
-RESERVED_SHARED_MEMORY = 1280  # of each program, beside the stages
+RESERVED_SHARED_MEMORY = 1280  # of each program: barriers, and what CUDA takes
 MOST_SPLIT = 16
 MOST_BLOCK_M = 128
 
@@ -53,7 +53,8 @@ class Config:
     num_warps: warps that multiply, 4 or 8.
     num_stages: stages of 256 channels in shared memory.
     programs_per_sm: programs that shall fit a multiprocessor at a time.
-    split: programs that share a tile's channels; 1 when tokens take more than MOST_TOKEN_TILES tiles.
+    split: programs that share a tile's channels; 0 for programs_per_sm programs a multiprocessor, each with an equal
+        share of the channels of all tiles; 1 when tokens take more than MOST_TOKEN_TILES tiles.
     early: fetch the first stages' weights before the preceding kernel has finished (programmatic dependent launch).
     """
 
@@ -67,7 +68,9 @@ class Config:
 
     @property
     def shared_memory(self) -> int:
-        return self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m) + RESERVED_SHARED_MEMORY
+        stages = self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m)
+        rearranged = self.num_warps * 2 * 16 * min(16, self.block_m)  # part of y on its way to memory
+        return stages + rearranged + RESERVED_SHARED_MEMORY
 
     @property
     def fits(self) -> bool:
@@ -145,17 +148,25 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
     steps = num_steps(packed)
     token_tiles = -(-num_tokens // config.block_m)
     tiles = token_tiles * -(-num_rows // config.block_n)
-    parts = out  # some pointer must stand there, unread without a split
-    if config.split > 1:
-        parts = torch.empty(
-            tiles * config.split * config.block_n * config.block_m, dtype=torch.float32, device=x.device
-        )
+    split = config.split
+    shared = split == 0
+    if shared:
+        programs = min(config.programs_per_sm * _properties(x.device.index)[1], tiles * steps)
+        per_share, longer = divmod(tiles * steps, programs)
+        num_parts = 2 * programs
+    else:
+        per_share, longer = -(-steps // config.split), 0
+        split = -(-steps // per_share)  # no program without a step
+        programs = num_parts = tiles * split
+    parts = packed.row_factors  # some float32 must stand there, unread without a split
+    if split != 1:
+        parts = torch.empty(num_parts * config.block_n * config.block_m, dtype=torch.float32, device=x.device)
     groups = scales_per_block(packed.group_size)
     words = packed.words.view(-1, PLANE)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * PLANE, element_bitwidth=16, rank=2)
     outliers = packed.outliers if has_outliers else words.view(torch.float16)
     with torch.cuda.device(x.device):
-        int4_linear_kernel[(tiles * config.split,)](
+        int4_linear_kernel[(programs,)](
             TensorDescriptor(tokens, [num_tokens, width], [stride, 1], [config.block_m, PLANE], layout),
             TensorDescriptor(words, list(words.shape), [PLANE, 1], [config.block_n, PLANE], layout),
             TensorDescriptor(outliers, list(outliers.shape), [outliers.shape[1], 1], [config.block_n, PLANE], layout),
@@ -166,13 +177,14 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
             parts,
             packed.arrivals,
             num_tokens, num_rows, packed.aligned_outliers, blocks, steps,
-            -(-steps // config.split), config.split, token_tiles,
+            split, per_share, longer, token_tiles,
             HAS_BIAS=packed.bias is not None,
             GROUPS=groups,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
             EARLY=config.early,
+            SHARED=shared,
             num_warps=config.num_warps,
             maxnreg=config.registers,
             launch_pdl=True,
@@ -193,9 +205,10 @@ def _check_config(config: Config, num_tokens: int) -> None:
             f"config.num_stages must be at least 2 and fit {SHARED_MEMORY} bytes of shared memory, not "
             f"{config.num_stages} ({config.programs_per_sm} x {config.shared_memory} bytes)"
         )
-    if config.split < 1 or (config.split > 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
+    if config.split < 0 or (config.split != 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
         raise ValueError(
-            f"config.split must be at least 1, and 1 when tokens take over {MOST_TOKEN_TILES} tiles, not {config.split}"
+            f"config.split must not be negative, and 1 when tokens take over {MOST_TOKEN_TILES} tiles, not "
+            f"{config.split}"
         )
 
 
@@ -253,50 +266,94 @@ def _advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _produce(sources, stages, barriers, sizes, begin, end, row, token, STAGES: gl.constexpr, EARLY: gl.constexpr):
+def _segment(segment, first_step, last_step, steps, token_tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Tile of a program's ``segment``-th piece of work, its first row and token, and the steps from begin to end."""
+    tile = first_step // steps + segment
+    begin = gl.maximum(first_step - tile * steps, 0)
+    end = gl.minimum(last_step - tile * steps, steps)
+    return tile, tile // token_tiles * BLOCK_N, tile % token_tiles * BLOCK_M, begin, end
+
+
+@gluon.jit
+def _produce(
+    sources, stages, barriers, sizes, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    EARLY: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
     """The copying warp: fill stages as they become free."""
     x_tokens, words_rows, outlier_rows = sources
     x0, _, _, _, tiles = stages
     ready, free = barriers
-    num_rows, first, blocks = sizes
-    middle = gl.minimum(end, blocks)
+    num_rows, _, blocks, first = sizes
+    first_step, last_step, steps, token_tiles, segments = work
     ahead = 0
     if EARLY:
         # Weights do not depend on the preceding kernel; activations do.
-        ahead = gl.maximum(gl.minimum(middle - begin, STAGES), 0)
+        _, row, token, begin, end = _segment(0, first_step, last_step, steps, token_tiles, BLOCK_M, BLOCK_N)
+        ahead = gl.maximum(gl.minimum(gl.minimum(end, blocks) - begin, STAGES), 0)
         for i in range(ahead):
             _fetch(x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "words")
-    tl.extra.cuda.gdc_wait()
-    for i in range(ahead):
-        _fetch(x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "activations")
+        tl.extra.cuda.gdc_wait()
+        for i in range(ahead):
+            _fetch(
+                x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "activations"
+            )
+    else:
+        tl.extra.cuda.gdc_wait()
     slot = gl.where(ahead == STAGES, 0, ahead)
     phase = gl.where(ahead == STAGES, 0, 1)
-    for block in range(begin + ahead, middle):
-        mbarrier.wait(free.index(slot), phase)
-        _fetch(x_tokens, words_rows, stages, ready.index(slot), slot, block, num_rows, row, token, first, "both")
-        slot, phase = _advance(slot, phase, STAGES)
-    for step in range(gl.maximum(begin, blocks), end):
-        mbarrier.wait(free.index(slot), phase)
-        channel = (step - blocks) * 64
-        columns = tiles.index(slot)._reinterpret(gl.float16, outlier_rows.block_type.shape, outlier_rows.layout)
-        mbarrier.expect(ready.index(slot), outlier_rows.block_type.nbytes + x_tokens.block_type.nbytes)
-        tma.async_copy_global_to_shared(outlier_rows, [row, channel], ready.index(slot), columns)
-        tma.async_copy_global_to_shared(x_tokens, [token, channel], ready.index(slot), x0.index(slot))
-        slot, phase = _advance(slot, phase, STAGES)
+    for segment in range(segments if SHARED else 1):
+        _, row, token, begin, end = _segment(segment, first_step, last_step, steps, token_tiles, BLOCK_M, BLOCK_N)
+        next_block = begin
+        if EARLY:
+            next_block += gl.where(segment == 0, ahead, 0)
+        for block in range(next_block, gl.minimum(end, blocks)):
+            mbarrier.wait(free.index(slot), phase)
+            _fetch(x_tokens, words_rows, stages, ready.index(slot), slot, block, num_rows, row, token, first, "both")
+            slot, phase = _advance(slot, phase, STAGES)
+        for step in range(gl.maximum(begin, blocks), end):
+            mbarrier.wait(free.index(slot), phase)
+            channel = (step - blocks) * 64
+            columns = tiles.index(slot)._reinterpret(gl.float16, outlier_rows.block_type.shape, outlier_rows.layout)
+            mbarrier.expect(ready.index(slot), outlier_rows.block_type.nbytes + x_tokens.block_type.nbytes)
+            tma.async_copy_global_to_shared(outlier_rows, [row, channel], ready.index(slot), columns)
+            tma.async_copy_global_to_shared(x_tokens, [token, channel], ready.index(slot), x0.index(slot))
+            slot, phase = _advance(slot, phase, STAGES)
     tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon.jit
 def _consume(
-    stages, barriers, pointers, sizes, begin, end, row, token, part, split, tile, HAS_BIAS: gl.constexpr,
-    GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    stages, barriers, pointers, sizes, work, shares, HAS_BIAS: gl.constexpr, GROUPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, layout: gl.constexpr,
     NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: words to weights to sums, then the tile's epilogue."""
+    first_step, last_step, steps, token_tiles, segments = work
+    slot = 0
+    phase = 0
+    for segment in range(segments if SHARED else 1):
+        tile, row, token, begin, end = _segment(segment, first_step, last_step, steps, token_tiles, BLOCK_M, BLOCK_N)
+        total, slot, phase = _multiply(
+            stages, barriers, pointers, sizes, begin, end, row, slot, phase, GROUPS, BLOCK_M, BLOCK_N, STAGES, layout,
+            NUM_WARPS,
+        )  # fmt: skip
+        tl.extra.cuda.gdc_wait()  # nothing is written while the preceding kernel may still read it
+        _finish(
+            total, pointers, sizes, begin, end, row, token, tile, steps, shares, HAS_BIAS, BLOCK_M, BLOCK_N, SHARED,
+            NUM_WARPS,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _multiply(
+    stages, barriers, pointers, sizes, begin, end, row, slot, phase, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Sum of a tile's steps from ``begin`` to ``end``, and where the ring of stages stands after them."""
     x0, x1, x2, x3, tiles = stages
     ready, free = barriers
-    scales, row_factors, bias, y, parts, arrivals = pointers
-    num_rows, num_tokens, blocks = sizes
+    scales, row_factors, _, _, _, _ = pointers
+    num_rows, _, blocks, _ = sizes
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     middle = gl.minimum(end, blocks)
@@ -304,8 +361,6 @@ def _consume(
     scale_rows = scales + gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, left)), num_rows - 1)
     bits = gl.load(scale_rows + (gl.minimum(begin, blocks - 1) * num_rows if GROUPS > 0 else 0))
     acc = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma))
-    slot = 0
-    phase = 0
     before = 0
     for block in range(begin, middle):
         s0 = _scale(bits, 0, GROUPS)
@@ -344,9 +399,8 @@ def _consume(
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(free.index(before), pred=begin < middle)
 
-    rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
-    read_rows = gl.minimum(rows, num_rows - 1)
-    acc = warpgroup_mma_init(acc * gl.load(row_factors + read_rows)[:, None])
+    rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), num_rows - 1)
+    acc = warpgroup_mma_init(acc * gl.load(row_factors + rows)[:, None])
     for _ in range(gl.maximum(begin, blocks), end):
         mbarrier.wait(ready.index(slot), phase)
         columns = tiles.index(slot)._reinterpret(gl.float16, [BLOCK_N, 64], layout)
@@ -354,50 +408,128 @@ def _consume(
         acc = warpgroup_mma_init(warpgroup_mma_wait(0, [acc]))
         mbarrier.arrive(free.index(slot))
         slot, phase = _advance(slot, phase, STAGES)
-    total = warpgroup_mma_wait(0, [acc])
+    return warpgroup_mma_wait(0, [acc]), slot, phase
 
-    tl.extra.cuda.gdc_wait()  # nothing is written while the preceding kernel may still read it
+
+@gluon.jit
+def _share_begin(share, shares):
+    """First step of equal shares: the first ``longer`` of them have one step more than the others."""
+    _, per_share, longer = shares
+    return share * per_share + gl.minimum(share, longer)
+
+
+@gluon.jit
+def _share_of(step, shares):
+    """Which share holds a step."""
+    _, per_share, longer = shares
+    boundary = longer * (per_share + 1)
+    return gl.where(step < boundary, step // (per_share + 1), longer + (step - boundary) // per_share)
+
+
+@gluon.constexpr_function
+def _row_layout(block_n, block_m, num_warps):
+    """Where ``wgmma`` leaves a tile, rearranged within each warp so that a thread holds up to 8 rows of one token."""
+    if block_m == 8:
+        few, lanes = [[1, 0], [2, 0]], [[4, 0], [8, 0], [0, 1], [0, 2], [0, 4]]
+    else:
+        few, lanes = [[1, 0], [2, 0], [4, 0]], [[8, 0], [0, 1], [0, 2], [0, 4], [0, 8]]
+    warps = [[16 << bit, 0] for bit in range(num_warps.bit_length() - 1)]
+    tokens = [[0, 1 << bit] for bit in range(4, block_m.bit_length() - 1)]
+    repeated = [[16 * num_warps << bit, 0] for bit in range((block_n // (16 * num_warps)).bit_length() - 1)]
+    return gl.DistributedLinearLayout(few + tokens + repeated, lanes, warps, [], [block_n, block_m])
+
+
+@gluon.jit
+def _finish(
+    total, pointers, sizes, begin, end, row, token, tile, steps, shares, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, SHARED: gl.constexpr, NUM_WARPS: gl.constexpr,
+):  # fmt: skip
+    """Write a tile, or a part of it, and the tile if all its other parts are there."""
+    _, _, bias, y, parts, arrivals = pointers
+    num_rows, num_tokens, _, _ = sizes
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
+    SIZE: gl.constexpr = BLOCK_N * BLOCK_M
+    tile_rows = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
     tile_tokens = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, mma))
-    inside = (token + tile_tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
-    last = split == 1
-    if split > 1:
-        # Whole tiles, without a mask, so that stores and loads stay as wide as the layout allows.
-        place = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))[:, None] * BLOCK_M + tile_tokens[None, :]
-        tile_parts = parts + tile * split * (BLOCK_N * BLOCK_M)
-        gl.store(tile_parts + part * (BLOCK_N * BLOCK_M) + place, total)
+    split, _, _ = shares
+    program = gl.program_id(0)
+    # Parts of a tile lie ``distance`` slots apart from ``first_slot`` on; ``count`` of them.
+    if SHARED:
+        # A program leaves at most two parts: one of a tile that it enters in the middle, one of a tile that it leaves.
+        first = _share_of(tile * steps, shares)
+        count = _share_of(tile * steps + steps - 1, shares) - first + 1
+        own = 2 * program + gl.where(_share_begin(program, shares) < tile * steps, 1, 0)
+        first_slot = 2 * first + gl.where(_share_begin(first, shares) < tile * steps, 1, 0)
+        rest_slot = 2 * first + 2
+        distance = 2
+    else:
+        count = split
+        own = program
+        first_slot = tile * split
+        rest_slot = first_slot + 1
+        distance = 1
+    last = count == 1
+    if count > 1:
+        # Whole tiles, without a mask, in blocks of 8 x 8 that a warp stores and loads without gaps.
+        place = ((tile_rows // 8 * (BLOCK_M // 8))[:, None] + (tile_tokens // 8)[None, :]) * 64
+        place += (tile_rows % 8 * 8)[:, None] + (tile_tokens % 8)[None, :]
+        gl.store(parts + own * SIZE + place, total)
         barrier()
-        last = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == split - 1
+        last = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == count - 1
         if last:
-            # As many parts at once as registers allow: their loads wait together.
-            AT_ONCE: gl.constexpr = max(1, min(4, 2048 * NUM_WARPS // (BLOCK_N * BLOCK_M)))
-            total = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-            for i in range(0, split, AT_ONCE):
-                for j in gl.static_range(AT_ONCE):
-                    source = tile_parts + (i + j) * (BLOCK_N * BLOCK_M) + place
-                    total += gl.load(source, mask=i + j < split, other=0.0, cache_modifier=".cg")
+            # The same sum whoever is last: of two parts in either order, of more always in theirs.
+            if count == 2:
+                other = gl.where(own == first_slot, rest_slot, first_slot)
+                total += gl.load(parts + other * SIZE + place, cache_modifier=".cg")
+            else:
+                total = gl.load(parts + first_slot * SIZE + place, cache_modifier=".cg")
+                # As many parts at once as registers allow: their loads wait together.
+                AT_ONCE: gl.constexpr = max(1, min(4, 2048 * NUM_WARPS // SIZE))
+                for i in range(1, count, AT_ONCE):
+                    for j in gl.static_range(AT_ONCE):
+                        source = parts + (rest_slot + (i + j - 1) * distance) * SIZE + place
+                        if AT_ONCE == 1:
+                            total += gl.load(source, cache_modifier=".cg")
+                        else:
+                            total += gl.load(source, mask=i + j < count, other=0.0, cache_modifier=".cg")
             gl.store(arrivals + tile, 0)
     if last:
         if HAS_BIAS:
-            total += gl.load(bias + read_rows)[:, None]
-        place = (token + tile_tokens).to(gl.int64)[None, :] * num_rows + rows[:, None]
-        gl.store(y + place, total.to(gl.float16), mask=inside)
+            total += gl.load(bias + gl.minimum(row + tile_rows, num_rows - 1))[:, None]
+        layout: gl.constexpr = _row_layout(BLOCK_N, BLOCK_M, NUM_WARPS)
+        rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
+        tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
+        inside = (tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
+        place = tokens.to(gl.int64)[None, :] * num_rows + rows[:, None]
+        gl.store(y + place, gl.convert_layout(total.to(gl.float16), layout), mask=inside)
 
 
-@gluon.jit(do_not_specialize=("num_tokens", "blocks", "steps", "steps_per_part", "split", "token_tiles"))
+# The shares of a split or of equal shares: (split, steps of a share, how many shares have one more).
+@gluon.jit(do_not_specialize=("num_tokens", "blocks", "steps", "split", "per_share", "longer", "token_tiles"))
 def int4_linear_kernel(
     x_tokens, words_rows, outlier_rows, scales, row_factors, bias, y, parts, arrivals,
-    num_tokens, num_rows, first, blocks, steps, steps_per_part, split, token_tiles,
+    num_tokens, num_rows, first, blocks, steps, split, per_share, longer, token_tiles,
     HAS_BIAS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Part ``program % split`` of tile ``program // split`` of y.T; token tiles vary fastest: weights stay in L2."""
+    """A program's share of the steps of y.T's tiles; token tiles vary fastest, so that weights stay in L2.
+
+    With SHARED a program takes the steps of its equal share of all, across tiles; otherwise part ``program % split`` of
+    tile ``program // split``.
+    """
     program = gl.program_id(0)
-    tile = program // split
-    part = program % split
-    begin = part * steps_per_part
-    end = gl.minimum(begin + steps_per_part, steps)
-    token = tile % token_tiles * BLOCK_M
-    row = tile // token_tiles * BLOCK_N
+    shares = (split, per_share, longer)
+    if SHARED:
+        first_step = _share_begin(program, shares)
+        last_step = _share_begin(program + 1, shares)
+        segments = (last_step - 1) // steps - first_step // steps + 1
+    else:
+        end_of_tile = (program // split + 1) * steps
+        first_step = end_of_tile - steps + program % split * per_share
+        last_step = gl.minimum(first_step + per_share, end_of_tile)
+        segments = 1
+    work = (first_step, last_step, steps, token_tiles, segments)
+    sizes = (num_rows, num_tokens, blocks, first)
 
     tiles = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 64], words_rows.layout)
     x0 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
@@ -418,13 +550,13 @@ def int4_linear_kernel(
         [
             (
                 _consume,
-                (stages, barriers, pointers, (num_rows, num_tokens, blocks), begin, end, row, token, part, split, tile,
-                 HAS_BIAS, GROUPS, BLOCK_M, BLOCK_N, STAGES, layout, NUM_WARPS),
+                (stages, barriers, pointers, sizes, work, shares, HAS_BIAS, GROUPS, BLOCK_M, BLOCK_N, STAGES, SHARED,
+                 layout, NUM_WARPS),
             ),
             (
                 _produce,
-                ((x_tokens, words_rows, outlier_rows), stages, barriers, (num_rows, first, blocks), begin, end, row,
-                 token, STAGES, EARLY),
+                ((x_tokens, words_rows, outlier_rows), stages, barriers, sizes, work, BLOCK_M, BLOCK_N, STAGES, EARLY,
+                 SHARED),
             ),
         ],
         [1],
