@@ -29,6 +29,7 @@ from otf_llm.kernel_check import Int4Layer, Int8Table, tolerance
 from otf_llm.packing import pack_int4
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 TOKENS = (0, 1, 7, 16, 17, 64, 200)
 SMALL_SHAPES = ((1, 1, 0), (7, 63, 1), (260, 257, 3), (96, 128, 1))  # N, K, outlier columns
 LARGE_SHAPES = ((4096, 4096, 41), (3072, 8192, 82))
@@ -185,7 +186,10 @@ def packed_cases(device: str):
     for shape, values in itertools.product(((1000, 4000, 41), (40000, 500, 9)), PACKED_CONFIGS):
         config = Config(*values)
         layer = random_layer(*shape, 64, device=device)
-        yield f"{layer.name}, {values}", layer, (1, config.block_m, 4 * config.block_m), config
+        tokens = (1, config.block_m, 4 * config.block_m) + (2000,) * (config.split < 2)
+        yield f"{layer.name}, {values}", layer, tokens, config
+    layer = random_layer(260, 777, 9, 128, outlier_dtype=torch.bfloat16, device=device)
+    yield "bfloat16 outliers", layer, (1, 64), None
 
 
 def check_packed(device: str, share: slice) -> list[dict]:
@@ -193,19 +197,21 @@ def check_packed(device: str, share: slice) -> list[dict]:
     rows = []
     for name, layer, token_counts, config in itertools.islice(packed_cases(device), share.start, None, share.step):
         packed = pack(layer)
-        errors = [packed_error(layer, packed, tokens, config) for tokens in token_counts]
-        rows.append(result("hopper", name, torch.float16, errors, layer.in_features))
+        # A float16 result has no room for outlier columns that were stored as bfloat16.
+        for dtype in HALF_DTYPES if layer.outliers.dtype is torch.float16 else HALF_DTYPES[1:]:
+            errors = [packed_error(layer, packed, tokens, dtype, config) for tokens in token_counts]
+            rows.append(result("int4_hopper", name, dtype, errors, layer.in_features))
     return rows
 
 
-def packed_error(layer: Int4Layer, packed, tokens: int, config=None) -> float:
+def packed_error(layer: Int4Layer, packed, tokens: int, dtype: torch.dtype, config=None) -> float:
     """Relative error of one launch; infinite when a second one differs in any bit or an output is left unwritten."""
     from otf_kernels.int4_hopper import launch
     from otf_kernels.int4_layout import arrange
 
-    x = random_activations(tokens, layer.in_features, torch.float16, layer.codes.device)
+    x = random_activations(tokens, layer.in_features, dtype, layer.codes.device)
     arranged = arrange(x, packed, layer.perm)
-    y = torch.full((tokens, packed.out_features), 777.0, dtype=torch.float16, device=x.device)
+    y = torch.full((tokens, packed.out_features), 777.0, dtype=dtype, device=x.device)
     if tokens:
         launch(arranged, packed, y, config)
         if not torch.equal(y, launch(arranged, packed, torch.empty_like(y), config)):
@@ -387,17 +393,18 @@ def compile_gluon_for_hopper() -> int:
     kernel = int4_hopper.int4_linear_kernel
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     groups = itertools.cycle(((0, "*i16"), (1, "*i16"), (2, "*i32"), (4, "*i64")))
-    for values, (per_block, scales) in zip(PACKED_CONFIGS, groups, strict=False):
+    variants = list(itertools.product(PACKED_CONFIGS, ("fp16", "bf16")))
+    for (values, dtype), (per_block, scales) in zip(variants, groups, strict=False):
         config = int4_hopper.Config(*values)
         constants = {
             "HAS_BIAS": per_block > 0, "GROUPS": per_block, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "STAGES": config.num_stages, "EARLY": config.early, "SHARED": config.split == 0,
         }  # fmt: skip
         types = {
-            "x_tokens": f"tensordesc<fp16[{config.block_m}, 64],{layout!r}>",
+            "x_tokens": f"tensordesc<{dtype}[{config.block_m}, 64],{layout!r}>",
             "words_rows": f"tensordesc<i16[{config.block_n}, 64],{layout!r}>",
             "outlier_rows": f"tensordesc<fp16[{config.block_n}, 64],{layout!r}>",
-            "scales": scales, "row_factors": "*fp32", "bias": "*fp32", "y": "*fp16", "parts": "*fp32",
+            "scales": scales, "row_factors": "*fp32", "bias": "*fp32", "y": f"*{dtype}", "parts": "*fp32",
             "arrivals": "*i32",
         }  # fmt: skip
         signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
@@ -406,7 +413,7 @@ def compile_gluon_for_hopper() -> int:
         compiled = triton.compile(GluonASTSource(kernel, signature, places), GPUTarget("cuda", 90, 32), options)
         if compiled.metadata.shared > config.shared_memory:
             raise ValueError(f"{values} takes {compiled.metadata.shared} bytes of shared memory, not the planned")
-    return len(PACKED_CONFIGS)
+    return len(variants)
 
 
 def check_odd_shape(device: str) -> list[dict]:
@@ -419,19 +426,18 @@ def check_odd_shape(device: str) -> list[dict]:
     packed = pack(layer)
     tokens = 19
     rows = []
+    x = random_activations(tokens, layer.in_features, torch.bfloat16, device)
     for split in (1, 2):
-        x = random_activations(tokens, layer.in_features, torch.bfloat16, device)
         config = int4_portable.Config(32, 64, 4, 3, split)
         y = torch.empty(tokens, packed.out_features, dtype=x.dtype, device=device)
         int4_portable.launch(x, packed, layer.perm, y, config)
         error = relative_error(y, reference_layer(x.double(), layer))
         rows.append(result("int4_portable", f"{layer.name}, split {split}", x.dtype, [error], layer.in_features))
-        if torch.cuda.get_device_capability()[0] == 9:
-            config = int4_hopper.Config(32, 128, 8, 2, 1, split, early=split == 2)
-            error = packed_error(layer, packed, tokens, config)
-            rows.append(
-                result("int4_hopper", f"{layer.name}, split {split}", torch.float16, [error], layer.in_features)
-            )
+    on_hopper = torch.cuda.get_device_capability()[0] == 9
+    for dtype, split in itertools.product(HALF_DTYPES, (0, 1, 2) if on_hopper else ()):
+        config = int4_hopper.Config(32, 128, 8, 2, 1, split, early=split != 1)
+        error = packed_error(layer, packed, tokens, dtype, config)
+        rows.append(result("int4_hopper", f"{layer.name}, split {split}", dtype, [error], layer.in_features))
     x = random_activations(tokens, layer.in_features, torch.float16, device)
     error = relative_error(
         apply_layer(arrange(x, packed, layer.perm), dataclasses.replace(layer, perm=None)),

@@ -8,7 +8,8 @@ next is made. Outlier columns are further steps of the same loop. Where tiles ar
 programs share a tile's channels: each writes its float32 part and the last to arrive adds them, always in the same
 order, so the result is the same bits in every run.
 
-Layout: ``int4_layout``. Only float16 activations: bfloat16 cannot hold u · 2^-20 and its neighbours without a shift.
+Layout: ``int4_layout``. Weights have the activations' dtype. As bits of a bfloat16 number, u and 16 u are u and 16 u times
+2^-133, the smallest one, as in float16 they are times 2^-24; scales rounded to bfloat16 cost a relative 2^-9.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Config:
     num_warps: warps that multiply, 4 or 8.
     num_stages: stages of 256 channels in shared memory.
     programs_per_sm: programs that shall fit a multiprocessor at a time.
-    split: programs that share a tile's channels; 0 for programs_per_sm programs a multiprocessor, each with an equal
-        share of the channels of all tiles; 1 when tokens take more than MOST_TOKEN_TILES tiles.
+    split: programs that share a tile's channels, 1 when tokens take more than MOST_TOKEN_TILES tiles; or 0 for
+        programs_per_sm programs a multiprocessor, of which each takes whole tiles and an equal share of what is left
+        over (data-parallel with a two-tile stream-K wave: Osama et al. 2023, arXiv:2301.03598).
     early: fetch the first stages' weights before the preceding kernel has finished (programmatic dependent launch).
     """
 
@@ -123,12 +125,12 @@ def _properties(index: int) -> tuple[str, int]:
 
 
 def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Config | None = None) -> torch.Tensor:
-    """Write x · Wᵀ (+ bias) to ``out``, float16 [..., N] without gaps; ``int4_linear`` has checked that they fit.
+    """Write x · Wᵀ (+ bias) to ``out``, [..., N] in x.dtype without gaps; ``int4_linear`` has checked that they fit.
 
     Args:
-        x: float16 [..., packed.aligned_features] on a Hopper GPU, in the kernels' order (``int4_layout.arrange``), its
-            channels side by side and its tokens 16-byte aligned.
-        packed: the layer, with float16 outliers and groups that planes of 64 columns make up.
+        x: float16 or bfloat16 [..., packed.aligned_features] on a Hopper GPU, in the kernels' order
+            (``int4_layout.arrange``), its channels side by side and its tokens 16-byte aligned.
+        packed: the layer, with groups that planes of 64 columns make up, and float16 outliers if x is float16.
         out: where to write.
         config: how to cut the work up, or None to choose.
 
@@ -151,10 +153,14 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
     split = config.split
     shared = split == 0
     if shared:
-        programs = min(config.programs_per_sm * _properties(x.device.index)[1], tiles * steps)
-        per_share, longer = divmod(tiles * steps, programs)
+        # Whole waves of tiles need no sharing; the last wave that is full is shared with the rest beyond it.
+        programs = min(config.programs_per_sm * _properties(x.device.index)[1], tiles * steps, packed.arrivals.numel())
+        waves = max(0, tiles // programs - (tiles % programs > 0))
+        shared_tiles = tiles - waves * programs
+        per_share, longer = divmod(shared_tiles * steps, programs)
         num_parts = 2 * programs
     else:
+        waves = shared_tiles = 0
         per_share, longer = -(-steps // config.split), 0
         split = -(-steps // per_share)  # no program without a step
         programs = num_parts = tiles * split
@@ -164,7 +170,7 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
     groups = scales_per_block(packed.group_size)
     words = packed.words.view(-1, PLANE)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * PLANE, element_bitwidth=16, rank=2)
-    outliers = packed.outliers if has_outliers else words.view(torch.float16)
+    outliers = packed.outliers if has_outliers else words.view(x.dtype)
     with torch.cuda.device(x.device):
         int4_linear_kernel[(programs,)](
             TensorDescriptor(tokens, [num_tokens, width], [stride, 1], [config.block_m, PLANE], layout),
@@ -177,7 +183,7 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
             parts,
             packed.arrivals,
             num_tokens, num_rows, packed.aligned_outliers, blocks, steps,
-            split, per_share, longer, token_tiles,
+            split, per_share, longer, shared_tiles, waves, token_tiles,
             HAS_BIAS=packed.bias is not None,
             GROUPS=groups,
             BLOCK_M=config.block_m,
@@ -205,29 +211,43 @@ def _check_config(config: Config, num_tokens: int) -> None:
             f"config.num_stages must be at least 2 and fit {SHARED_MEMORY} bytes of shared memory, not "
             f"{config.num_stages} ({config.programs_per_sm} x {config.shared_memory} bytes)"
         )
-    if config.split < 0 or (config.split != 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
+    if config.split < 0 or (config.split > 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
         raise ValueError(
-            f"config.split must not be negative, and 1 when tokens take over {MOST_TOKEN_TILES} tiles, not "
+            f"config.split must not be negative, and 0 or 1 when tokens take over {MOST_TOKEN_TILES} tiles, not "
             f"{config.split}"
         )
 
 
 @gluon.jit
 def _low_plane(words, scale, offset):
-    """Half-precision weights of the codes at bits 3..0: u * 2^-24 * scale + offset, rounded once."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 u; and.b32 u, $1, 0x000F000F; fma.rn.f16x2 $0, u, $2, $3;}", "=r,r,r,r",
-        [words, scale[:, None], offset[:, None]], dtype=gl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+    """Weights of the codes at bits 3..0, u times the dtype's smallest number: times scale plus offset, rounded once."""
+    if scale.dtype == gl.float16:
+        weights = gl.inline_asm_elementwise(
+            "{.reg .b32 u; and.b32 u, $1, 0x000F000F; fma.rn.f16x2 $0, u, $2, $3;}", "=r,r,r,r",
+            [words, scale[:, None], offset[:, None]], dtype=gl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        weights = gl.inline_asm_elementwise(
+            "{.reg .b32 u; and.b32 u, $1, 0x000F000F; fma.rn.bf16x2 $0, u, $2, $3;}", "=r,r,r,r",
+            [words, scale[:, None], offset[:, None]], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return weights
 
 
 @gluon.jit
 def _high_plane(words, scale, offset):
-    """The same of the codes at bits 7..4, which are u * 2^-20 where they stand."""
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 u; and.b32 u, $1, 0x00F000F0; fma.rn.f16x2 $0, u, $2, $3;}", "=r,r,r,r",
-        [words, (scale * 0.0625)[:, None], offset[:, None]], dtype=gl.float16, is_pure=True, pack=2,
-    )  # fmt: skip
+    """The same of the codes at bits 7..4, which are 16 u times the smallest number where they stand."""
+    if scale.dtype == gl.float16:
+        weights = gl.inline_asm_elementwise(
+            "{.reg .b32 u; and.b32 u, $1, 0x00F000F0; fma.rn.f16x2 $0, u, $2, $3;}", "=r,r,r,r",
+            [words, (scale * 0.0625)[:, None], offset[:, None]], dtype=gl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        weights = gl.inline_asm_elementwise(
+            "{.reg .b32 u; and.b32 u, $1, 0x00F000F0; fma.rn.bf16x2 $0, u, $2, $3;}", "=r,r,r,r",
+            [words, (scale * 0.0625)[:, None], offset[:, None]], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return weights
 
 
 @gluon.jit
@@ -237,10 +257,17 @@ def _upper_codes(words):
 
 
 @gluon.jit
-def _scale(bits, group: gl.constexpr, GROUPS: gl.constexpr):
-    """Scale of plane ``group`` of 4, from the bits of a row's GROUPS scales of a block."""
+def _scale(bits, group: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr):
+    """Scale of plane ``group`` of 4, and what 8 of the code's unit come to, from the bits of a row's GROUPS scales."""
     index: gl.constexpr = group * GROUPS // 4 if GROUPS > 1 else 0
-    return (bits >> (16 * index)).to(gl.int16).to(gl.float16, bitcast=True)
+    scale = (bits >> (16 * index)).to(gl.int16).to(gl.float16, bitcast=True)
+    offset = scale * -4.76837158203125e-07  # -8 * 2^-24
+    if DTYPE == gl.bfloat16:
+        # A unit of 2^-133 wants a scale that is larger by 2^112, and leaves weights 8 times as large as in float16.
+        exact = scale.to(gl.float32)
+        offset = (exact * -3.814697265625e-06).to(gl.bfloat16)  # -8 * 2^-133 * 2^112
+        scale = (exact * 5.192296858534828e33).to(gl.bfloat16)
+    return scale, offset
 
 
 @gluon.jit
@@ -266,11 +293,18 @@ def _advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _segment(segment, first_step, last_step, steps, token_tiles, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _segment(segment, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARED: gl.constexpr):
     """Tile of a program's ``segment``-th piece of work, its first row and token, and the steps from begin to end."""
+    first_step, last_step, steps, token_tiles, shared_segments, _, shared_tiles = work
     tile = first_step // steps + segment
+    if SHARED:
+        whole = shared_tiles + (segment - shared_segments) * gl.num_programs(0) + gl.program_id(0)
+        tile = gl.where(segment < shared_segments, tile, whole)
     begin = gl.maximum(first_step - tile * steps, 0)
     end = gl.minimum(last_step - tile * steps, steps)
+    if SHARED:
+        begin = gl.where(segment < shared_segments, begin, 0)
+        end = gl.where(segment < shared_segments, end, steps)
     return tile, tile // token_tiles * BLOCK_N, tile % token_tiles * BLOCK_M, begin, end
 
 
@@ -284,11 +318,11 @@ def _produce(
     x0, _, _, _, tiles = stages
     ready, free = barriers
     num_rows, _, blocks, first = sizes
-    first_step, last_step, steps, token_tiles, segments = work
+    segments = work[5]
     ahead = 0
     if EARLY:
         # Weights do not depend on the preceding kernel; activations do.
-        _, row, token, begin, end = _segment(0, first_step, last_step, steps, token_tiles, BLOCK_M, BLOCK_N)
+        _, row, token, begin, end = _segment(0, work, BLOCK_M, BLOCK_N, SHARED)
         ahead = gl.maximum(gl.minimum(gl.minimum(end, blocks) - begin, STAGES), 0)
         for i in range(ahead):
             _fetch(x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "words")
@@ -302,7 +336,7 @@ def _produce(
     slot = gl.where(ahead == STAGES, 0, ahead)
     phase = gl.where(ahead == STAGES, 0, 1)
     for segment in range(segments if SHARED else 1):
-        _, row, token, begin, end = _segment(segment, first_step, last_step, steps, token_tiles, BLOCK_M, BLOCK_N)
+        _, row, token, begin, end = _segment(segment, work, BLOCK_M, BLOCK_N, SHARED)
         next_block = begin
         if EARLY:
             next_block += gl.where(segment == 0, ahead, 0)
@@ -313,7 +347,9 @@ def _produce(
         for step in range(gl.maximum(begin, blocks), end):
             mbarrier.wait(free.index(slot), phase)
             channel = (step - blocks) * 64
-            columns = tiles.index(slot)._reinterpret(gl.float16, outlier_rows.block_type.shape, outlier_rows.layout)
+            columns = tiles.index(slot)._reinterpret(
+                outlier_rows.dtype, outlier_rows.block_type.shape, outlier_rows.layout
+            )
             mbarrier.expect(ready.index(slot), outlier_rows.block_type.nbytes + x_tokens.block_type.nbytes)
             tma.async_copy_global_to_shared(outlier_rows, [row, channel], ready.index(slot), columns)
             tma.async_copy_global_to_shared(x_tokens, [token, channel], ready.index(slot), x0.index(slot))
@@ -325,17 +361,18 @@ def _produce(
 def _consume(
     stages, barriers, pointers, sizes, work, shares, HAS_BIAS: gl.constexpr, GROUPS: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, layout: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
+    OUTLIER_DTYPE: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: words to weights to sums, then the tile's epilogue."""
-    first_step, last_step, steps, token_tiles, segments = work
+    steps = work[2]
+    segments = work[5]
     slot = 0
     phase = 0
     for segment in range(segments if SHARED else 1):
-        tile, row, token, begin, end = _segment(segment, first_step, last_step, steps, token_tiles, BLOCK_M, BLOCK_N)
+        tile, row, token, begin, end = _segment(segment, work, BLOCK_M, BLOCK_N, SHARED)
         total, slot, phase = _multiply(
             stages, barriers, pointers, sizes, begin, end, row, slot, phase, GROUPS, BLOCK_M, BLOCK_N, STAGES, layout,
-            NUM_WARPS,
+            OUTLIER_DTYPE, NUM_WARPS,
         )  # fmt: skip
         tl.extra.cuda.gdc_wait()  # nothing is written while the preceding kernel may still read it
         _finish(
@@ -347,7 +384,8 @@ def _consume(
 @gluon.jit
 def _multiply(
     stages, barriers, pointers, sizes, begin, end, row, slot, phase, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr, NUM_WARPS: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr, OUTLIER_DTYPE: gl.constexpr,
+    NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Sum of a tile's steps from ``begin`` to ``end``, and where the ring of stages stands after them."""
     x0, x1, x2, x3, tiles = stages
@@ -356,6 +394,7 @@ def _multiply(
     num_rows, _, blocks, _ = sizes
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    DTYPE: gl.constexpr = x0.dtype
     middle = gl.minimum(end, blocks)
 
     scale_rows = scales + gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, left)), num_rows - 1)
@@ -363,22 +402,22 @@ def _multiply(
     acc = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma))
     before = 0
     for block in range(begin, middle):
-        s0 = _scale(bits, 0, GROUPS)
-        s1 = _scale(bits, 1, GROUPS)
-        s2 = _scale(bits, 2, GROUPS)
-        s3 = _scale(bits, 3, GROUPS)
+        s0, offset0 = _scale(bits, 0, GROUPS, DTYPE)
+        s1, offset1 = _scale(bits, 1, GROUPS, DTYPE)
+        s2, offset2 = _scale(bits, 2, GROUPS, DTYPE)
+        s3, offset3 = _scale(bits, 3, GROUPS, DTYPE)
         if GROUPS > 0:
             bits = gl.load(scale_rows + gl.minimum(block + 1, middle - 1) * num_rows)
         mbarrier.wait(ready.index(slot), phase)
         words = tiles.index(slot).load(left)
-        weights = _low_plane(words, s0, s0 * -4.76837158203125e-07)  # -8 * 2^-24
+        weights = _low_plane(words, s0, offset0)
         acc = warpgroup_mma(weights, x0.index(slot).permute([1, 0]), acc, is_async=True)
         # At most one plane in flight keeps large tiles within their registers; two hide more latency for small ones.
         # Either way the preceding stage has been multiplied by the time it is handed back.
         if BLOCK_M > 16:
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
             mbarrier.arrive(free.index(before), pred=block > begin)
-        weights = _high_plane(words, s1, s1 * -4.76837158203125e-07)
+        weights = _high_plane(words, s1, offset1)
         acc = warpgroup_mma(weights, x1.index(slot).permute([1, 0]), acc, is_async=True)
         if BLOCK_M > 16:
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
@@ -386,11 +425,11 @@ def _multiply(
             acc = warpgroup_mma_init(warpgroup_mma_wait(2, [acc]))
             mbarrier.arrive(free.index(before), pred=block > begin)
         words = _upper_codes(words)
-        weights = _low_plane(words, s2, s2 * -4.76837158203125e-07)
+        weights = _low_plane(words, s2, offset2)
         acc = warpgroup_mma(weights, x2.index(slot).permute([1, 0]), acc, is_async=True)
         if BLOCK_M > 16:
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
-        weights = _high_plane(words, s3, s3 * -4.76837158203125e-07)
+        weights = _high_plane(words, s3, offset3)
         acc = warpgroup_mma(weights, x3.index(slot).permute([1, 0]), acc, is_async=True)
         if BLOCK_M > 16:
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
@@ -400,10 +439,15 @@ def _multiply(
     mbarrier.arrive(free.index(before), pred=begin < middle)
 
     rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), num_rows - 1)
-    acc = warpgroup_mma_init(acc * gl.load(row_factors + rows)[:, None])
+    factors = gl.load(row_factors + rows)
+    if DTYPE == gl.bfloat16:
+        factors *= 0.125
+    acc = warpgroup_mma_init(acc * factors[:, None])
     for _ in range(gl.maximum(begin, blocks), end):
         mbarrier.wait(ready.index(slot), phase)
-        columns = tiles.index(slot)._reinterpret(gl.float16, [BLOCK_N, 64], layout)
+        columns = tiles.index(slot)._reinterpret(OUTLIER_DTYPE, [BLOCK_N, 64], layout)
+        if OUTLIER_DTYPE != DTYPE:
+            columns = columns.load(left).to(DTYPE)
         acc = warpgroup_mma(columns, x0.index(slot).permute([1, 0]), acc, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(0, [acc]))
         mbarrier.arrive(free.index(slot))
@@ -423,7 +467,7 @@ def _share_of(step, shares):
     """Which share holds a step."""
     _, per_share, longer = shares
     boundary = longer * (per_share + 1)
-    return gl.where(step < boundary, step // (per_share + 1), longer + (step - boundary) // per_share)
+    return gl.where(step < boundary, step // (per_share + 1), longer + (step - boundary) // gl.maximum(per_share, 1))
 
 
 @gluon.constexpr_function
@@ -457,17 +501,19 @@ def _finish(
     if SHARED:
         # A program leaves at most two parts: one of a tile that it enters in the middle, one of a tile that it leaves.
         first = _share_of(tile * steps, shares)
-        count = _share_of(tile * steps + steps - 1, shares) - first + 1
+        count = gl.where(end - begin == steps, 1, _share_of(tile * steps + steps - 1, shares) - first + 1)
         own = 2 * program + gl.where(_share_begin(program, shares) < tile * steps, 1, 0)
         first_slot = 2 * first + gl.where(_share_begin(first, shares) < tile * steps, 1, 0)
         rest_slot = 2 * first + 2
         distance = 2
+        counter = arrivals + first  # of all tiles that begin in a share only the last can go on beyond it
     else:
         count = split
         own = program
         first_slot = tile * split
         rest_slot = first_slot + 1
         distance = 1
+        counter = arrivals + tile
     last = count == 1
     if count > 1:
         # Whole tiles, without a mask, in blocks of 8 x 8 that a warp stores and loads without gaps.
@@ -475,7 +521,7 @@ def _finish(
         place += (tile_rows % 8 * 8)[:, None] + (tile_tokens % 8)[None, :]
         gl.store(parts + own * SIZE + place, total)
         barrier()
-        last = gl.atomic_add(arrivals + tile, 1, sem="acq_rel") == count - 1
+        last = gl.atomic_add(counter, 1, sem="acq_rel") == count - 1
         if last:
             # The same sum whoever is last: of two parts in either order, of more always in theirs.
             if count == 2:
@@ -492,7 +538,7 @@ def _finish(
                             total += gl.load(source, cache_modifier=".cg")
                         else:
                             total += gl.load(source, mask=i + j < count, other=0.0, cache_modifier=".cg")
-            gl.store(arrivals + tile, 0)
+            gl.store(counter, 0)
     if last:
         if HAS_BIAS:
             total += gl.load(bias + gl.minimum(row + tile_rows, num_rows - 1))[:, None]
@@ -501,41 +547,48 @@ def _finish(
         tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
         inside = (tokens < num_tokens)[None, :] & (rows < num_rows)[:, None]
         place = tokens.to(gl.int64)[None, :] * num_rows + rows[:, None]
-        gl.store(y + place, gl.convert_layout(total.to(gl.float16), layout), mask=inside)
+        gl.store(y + place, gl.convert_layout(total.to(y.dtype.element_ty), layout), mask=inside)
 
 
-# The shares of a split or of equal shares: (split, steps of a share, how many shares have one more).
-@gluon.jit(do_not_specialize=("num_tokens", "blocks", "steps", "split", "per_share", "longer", "token_tiles"))
+# Compiling again for these arguments when they are 1 or divisible by 16 would not make faster code, only more of it.
+_UNSPECIALIZED = (
+    "num_tokens", "blocks", "steps", "split", "per_share", "longer", "shared_tiles", "waves", "token_tiles"
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_UNSPECIALIZED)
 def int4_linear_kernel(
     x_tokens, words_rows, outlier_rows, scales, row_factors, bias, y, parts, arrivals,
-    num_tokens, num_rows, first, blocks, steps, split, per_share, longer, token_tiles,
+    num_tokens, num_rows, first, blocks, steps, split, per_share, longer, shared_tiles, waves, token_tiles,
     HAS_BIAS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, EARLY: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """A program's share of the steps of y.T's tiles; token tiles vary fastest, so that weights stay in L2.
 
-    With SHARED a program takes the steps of its equal share of all, across tiles; otherwise part ``program % split`` of
-    tile ``program // split``.
+    With SHARED a program takes its equal share of the first ``shared_tiles`` tiles' steps, then ``waves`` whole tiles;
+    otherwise part ``program % split`` of tile ``program // split``.
     """
     program = gl.program_id(0)
     shares = (split, per_share, longer)
     if SHARED:
         first_step = _share_begin(program, shares)
         last_step = _share_begin(program + 1, shares)
-        segments = (last_step - 1) // steps - first_step // steps + 1
+        shared_segments = gl.where(last_step > first_step, (last_step - 1) // steps - first_step // steps + 1, 0)
+        segments = shared_segments + waves
     else:
         end_of_tile = (program // split + 1) * steps
         first_step = end_of_tile - steps + program % split * per_share
         last_step = gl.minimum(first_step + per_share, end_of_tile)
+        shared_segments = 1
         segments = 1
-    work = (first_step, last_step, steps, token_tiles, segments)
+    work = (first_step, last_step, steps, token_tiles, shared_segments, segments, shared_tiles)
     sizes = (num_rows, num_tokens, blocks, first)
 
     tiles = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 64], words_rows.layout)
-    x0 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
-    x1 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
-    x2 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
-    x3 = gl.allocate_shared_memory(gl.float16, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    x0 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    x1 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    x2 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    x3 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -545,13 +598,14 @@ def int4_linear_kernel(
     barriers = (ready, free)
     pointers = (scales, row_factors, bias, y, parts, arrivals)
     layout: gl.constexpr = outlier_rows.layout
+    OUTLIER_DTYPE: gl.constexpr = outlier_rows.dtype
     NUM_WARPS: gl.constexpr = gl.num_warps()
     gl.warp_specialize(
         [
             (
                 _consume,
                 (stages, barriers, pointers, sizes, work, shares, HAS_BIAS, GROUPS, BLOCK_M, BLOCK_N, STAGES, SHARED,
-                 layout, NUM_WARPS),
+                 layout, OUTLIER_DTYPE, NUM_WARPS),
             ),
             (
                 _produce,

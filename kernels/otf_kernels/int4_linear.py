@@ -69,8 +69,7 @@ def _suits_hopper(x: torch.Tensor, packed: PackedInt4) -> bool:
     return (
         x.device.type == "cuda"
         and torch.cuda.get_device_capability(x.device)[0] == 9
-        and x.dtype is torch.float16
-        and packed.outliers.dtype is torch.float16
+        and (x.dtype is torch.bfloat16 or x.dtype is packed.outliers.dtype is torch.float16)
         and scales_per_block(packed.group_size) is not None
         and x.shape[-1] == packed.aligned_features
         and x.stride(-1) == 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+LEAST_LAUNCHES = 24  # in a graph, whose own start takes about ten microseconds
 COLD_BYTES = 300 << 20  # of weights that a graph goes through: six times the largest L2 cache
 WARM_UP = 3
 
@@ -30,12 +31,13 @@ def event_times(work: Callable[[], object], repeats: int) -> list[float]:
 def launch_times(launches: Sequence[Callable[[], object]], repeats: int) -> tuple[float, float, float]:
     """Tenth percentile, median and ninetieth percentile of one launch's time in microseconds.
 
-    The launches are captured in one CUDA graph and replayed ``repeats`` times. Give one for every copy of the weights,
-    and enough copies that none is found in the L2 cache (``num_copies``).
+    The launches, over again up to LEAST_LAUNCHES, are captured in one CUDA graph and replayed ``repeats`` times. Give
+    one for every copy of the weights, and enough copies that none is found in the L2 cache (``num_copies``).
     """
     for launch in launches[:WARM_UP]:  # compiles, which a capture must not
         launch()
     torch.cuda.synchronize()
+    launches = [*launches] * -(-LEAST_LAUNCHES // len(launches))
     graph = _capture(launches)
     times = sorted(time * 1e6 / len(launches) for time in event_times(graph.replay, repeats))
     return times[len(times) // 10], statistics.median(times), times[-1 - len(times) // 10]
