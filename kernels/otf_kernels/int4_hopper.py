@@ -8,8 +8,8 @@ next is made. Outlier columns are further steps of the same loop. Where tiles ar
 programs share a tile's channels: each writes its float32 part and the last to arrive adds them, always in the same
 order, so the result is the same bits in every run.
 
-Layout: ``int4_layout``. Weights have the activations' dtype. As bits of a bfloat16 number, u and 16 u are u and 16 u times
-2^-133, the smallest one, as in float16 they are times 2^-24; scales rounded to bfloat16 cost a relative 2^-9.
+Layout: ``int4_layout``. Weights have the activations' dtype. As bits of a bfloat16 number, u and 16 u are themselves
+times 2^-133, the smallest one, as they are times 2^-24 in float16. Scales rounded to bfloat16 cost a relative 2^-9.
 """
 
 from __future__ import annotations
