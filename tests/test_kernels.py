@@ -27,7 +27,8 @@ from gpu_kernels import (
     reference_layer,
     relative_error,
 )
-from otf_kernels import int4_portable, int8_embedding, is_interpreted
+from otf_kernels import int4_linear as int4_linear_module
+from otf_kernels import int4_portable, int4_prefill, int8_embedding, is_interpreted
 from otf_kernels.int4_layout import arrange, pack_layer, pack_layers
 from otf_kernels.int4_linear import int4_linear
 from otf_llm import reference
@@ -171,6 +172,34 @@ def test_activations_in_the_kernels_order(shape, dtype):
     x = random_activations(3, layer.in_features, dtype, DEVICE)
     arranged = guarded(arrange(x, packed, layer.perm), math.nan)[0]
     assert torch.equal(int4_linear(arranged, packed), int4_linear(x, packed, perm=layer.perm))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group_size", [0, 64, 128, 256])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_many_tokens_by_slabs(monkeypatch, dtype, group_size, permuted):
+    """From PREFILL_TOKENS tokens on weights are written out; here three output features of 257 channels at a time."""
+    monkeypatch.setattr(int4_linear_module, "PREFILL_TOKENS", 5)
+    monkeypatch.setattr(int4_prefill, "ROW_STEP", 3)
+    slabs = []
+    dequantize = int4_prefill.dequantize
+    monkeypatch.setattr(int4_prefill, "dequantize", lambda *arguments: slabs.append(0) or dequantize(*arguments))
+    monkeypatch.setattr(int4_prefill.launch, "__defaults__", (1,))
+    layer = random_layer(67, 257, 3, group_size, permuted=permuted, biased=permuted, device=DEVICE)
+    for tokens, expected in ((5, 23), (4, 0)):
+        slabs.clear()
+        check_layer(layer, random_activations(tokens, 257, dtype, DEVICE))
+        assert len(slabs) == expected
+
+
+@pytest.mark.parametrize("group_size", [64, 96])
+def test_many_tokens_where_slabs_do_not_fit(monkeypatch, group_size):
+    """Groups that cut planes, and float16 activations beside outliers past 65504, stay with the fused kernel."""
+    monkeypatch.setattr(int4_linear_module, "PREFILL_TOKENS", 5)
+    outlier_dtype = torch.bfloat16 if group_size == 64 else torch.float16
+    monkeypatch.setattr(int4_prefill, "launch", None)
+    layer = random_layer(20, 257, 3, group_size, outlier_dtype=outlier_dtype, device=DEVICE)
+    check_layer(layer, random_activations(6, 257, torch.float16, DEVICE))
 
 
 @pytest.mark.parametrize("num_rows", [32, 96, 260])

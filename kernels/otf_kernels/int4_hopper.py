@@ -271,12 +271,27 @@ def _scale(bits, group: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr)
 
 
 @gluon.jit
-def _fetch(x_tokens, words_rows, stages, ready, slot, block, num_rows, row, token, first, PART: gl.constexpr):
+def _fetch(
+    x_tokens, words_rows, scales, stages, ready, slot, block, num_rows, row, token, first, PART: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
     """Start the copies of a background step's stage: words, and the activations of the four planes."""
     x0, x1, x2, x3, tiles = stages
     if PART != "activations":
         mbarrier.expect(ready, words_rows.block_type.nbytes + 4 * x_tokens.block_type.nbytes)
         tma.async_copy_global_to_shared(words_rows, [block * num_rows + row, 0], ready, tiles.index(slot))
+        if GROUPS > 0:
+            # The multiplying warps load scales one step ahead, less than memory takes: L2 shall have them by then.
+            BLOCK_N: gl.constexpr = words_rows.block_type.shape[0]
+            SECTOR: gl.constexpr = 16 // GROUPS  # rows whose scales take 32 bytes
+            lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+            for begin in gl.static_range(0, BLOCK_N, 32 * SECTOR):
+                rows = gl.minimum(row + gl.minimum(begin + lanes * SECTOR, BLOCK_N - 1), num_rows - 1)
+                gl.inline_asm_elementwise(
+                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
+                    [(scales + block * num_rows + rows).to(gl.int64, bitcast=True)],
+                    dtype=gl.int32, is_pure=False, pack=1,
+                )  # fmt: skip
     if PART != "words":
         channel = first + block * 256
         tma.async_copy_global_to_shared(x_tokens, [token, channel], ready, x0.index(slot))
@@ -310,11 +325,11 @@ def _segment(segment, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARED
 
 @gluon.jit
 def _produce(
-    sources, stages, barriers, sizes, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, SHARED: gl.constexpr,
+    sources, stages, barriers, sizes, work, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: fill stages as they become free."""
-    x_tokens, words_rows, outlier_rows = sources
+    x_tokens, words_rows, outlier_rows, scales = sources
     x0, _, _, _, tiles = stages
     ready, free = barriers
     num_rows, _, blocks, first = sizes
@@ -325,12 +340,16 @@ def _produce(
         _, row, token, begin, end = _segment(0, work, BLOCK_M, BLOCK_N, SHARED)
         ahead = gl.maximum(gl.minimum(gl.minimum(end, blocks) - begin, STAGES), 0)
         for i in range(ahead):
-            _fetch(x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "words")
+            _fetch(
+                x_tokens, words_rows, scales, stages, ready.index(i), i, begin + i, num_rows, row, token, first,
+                "words", GROUPS,
+            )  # fmt: skip
         tl.extra.cuda.gdc_wait()
         for i in range(ahead):
             _fetch(
-                x_tokens, words_rows, stages, ready.index(i), i, begin + i, num_rows, row, token, first, "activations"
-            )
+                x_tokens, words_rows, scales, stages, ready.index(i), i, begin + i, num_rows, row, token, first,
+                "activations", GROUPS,
+            )  # fmt: skip
     else:
         tl.extra.cuda.gdc_wait()
     slot = gl.where(ahead == STAGES, 0, ahead)
@@ -342,7 +361,10 @@ def _produce(
             next_block += gl.where(segment == 0, ahead, 0)
         for block in range(next_block, gl.minimum(end, blocks)):
             mbarrier.wait(free.index(slot), phase)
-            _fetch(x_tokens, words_rows, stages, ready.index(slot), slot, block, num_rows, row, token, first, "both")
+            _fetch(
+                x_tokens, words_rows, scales, stages, ready.index(slot), slot, block, num_rows, row, token, first,
+                "both", GROUPS,
+            )  # fmt: skip
             slot, phase = _advance(slot, phase, STAGES)
         for step in range(gl.maximum(begin, blocks), end):
             mbarrier.wait(free.index(slot), phase)
@@ -364,33 +386,42 @@ def _consume(
     OUTLIER_DTYPE: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: words to weights to sums, then the tile's epilogue."""
+    _, row_factors, bias, _, _, _ = pointers
+    num_rows = sizes[0]
     steps = work[2]
     segments = work[5]
     slot = 0
     phase = 0
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     for segment in range(segments if SHARED else 1):
         tile, row, token, begin, end = _segment(segment, work, BLOCK_M, BLOCK_N, SHARED)
+        # Asked for before the main loop, which hides how long they take.
+        rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), num_rows - 1)
+        factors = gl.load(row_factors + rows)
+        row_bias = factors
+        if HAS_BIAS:
+            row_bias = gl.load(bias + rows)
         total, slot, phase = _multiply(
-            stages, barriers, pointers, sizes, begin, end, row, slot, phase, GROUPS, BLOCK_M, BLOCK_N, STAGES, layout,
-            OUTLIER_DTYPE, NUM_WARPS,
+            stages, barriers, pointers, sizes, begin, end, row, slot, phase, factors, GROUPS, BLOCK_M, BLOCK_N, STAGES,
+            layout, OUTLIER_DTYPE, NUM_WARPS,
         )  # fmt: skip
         tl.extra.cuda.gdc_wait()  # nothing is written while the preceding kernel may still read it
         _finish(
-            total, pointers, sizes, begin, end, row, token, tile, steps, shares, HAS_BIAS, BLOCK_M, BLOCK_N, SHARED,
-            NUM_WARPS,
+            total, pointers, sizes, begin, end, row, token, tile, steps, shares, row_bias, HAS_BIAS, BLOCK_M, BLOCK_N,
+            SHARED, NUM_WARPS,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    stages, barriers, pointers, sizes, begin, end, row, slot, phase, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr, OUTLIER_DTYPE: gl.constexpr,
-    NUM_WARPS: gl.constexpr,
+    stages, barriers, pointers, sizes, begin, end, row, slot, phase, factors, GROUPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    OUTLIER_DTYPE: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Sum of a tile's steps from ``begin`` to ``end``, and where the ring of stages stands after them."""
     x0, x1, x2, x3, tiles = stages
     ready, free = barriers
-    scales, row_factors, _, _, _, _ = pointers
+    scales = pointers[0]
     num_rows, _, blocks, _ = sizes
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -438,8 +469,6 @@ def _multiply(
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(free.index(before), pred=begin < middle)
 
-    rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), num_rows - 1)
-    factors = gl.load(row_factors + rows)
     if DTYPE == gl.bfloat16:
         factors *= 0.125
     acc = warpgroup_mma_init(acc * factors[:, None])
@@ -485,11 +514,11 @@ def _row_layout(block_n, block_m, num_warps):
 
 @gluon.jit
 def _finish(
-    total, pointers, sizes, begin, end, row, token, tile, steps, shares, HAS_BIAS: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, SHARED: gl.constexpr, NUM_WARPS: gl.constexpr,
+    total, pointers, sizes, begin, end, row, token, tile, steps, shares, row_bias, HAS_BIAS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARED: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Write a tile, or a part of it, and the tile if all its other parts are there."""
-    _, _, bias, y, parts, arrivals = pointers
+    _, _, _, y, parts, arrivals = pointers
     num_rows, num_tokens, _, _ = sizes
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     SIZE: gl.constexpr = BLOCK_N * BLOCK_M
@@ -541,7 +570,7 @@ def _finish(
             gl.store(counter, 0)
     if last:
         if HAS_BIAS:
-            total += gl.load(bias + gl.minimum(row + tile_rows, num_rows - 1))[:, None]
+            total += row_bias[:, None]
         layout: gl.constexpr = _row_layout(BLOCK_N, BLOCK_M, NUM_WARPS)
         rows = row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout))
         tokens = token + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, layout))
@@ -609,8 +638,8 @@ def int4_linear_kernel(
             ),
             (
                 _produce,
-                ((x_tokens, words_rows, outlier_rows), stages, barriers, sizes, work, BLOCK_M, BLOCK_N, STAGES, EARLY,
-                 SHARED),
+                ((x_tokens, words_rows, outlier_rows, scales), stages, barriers, sizes, work, GROUPS, BLOCK_M, BLOCK_N,
+                 STAGES, EARLY, SHARED),
             ),
         ],
         [1],

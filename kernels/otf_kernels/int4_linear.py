@@ -1,7 +1,8 @@
-"""Linear layer over INT4 background columns and FP16 outlier columns, in one launch.
+"""Linear layer over INT4 background columns and FP16 outlier columns.
 
-y = x · [outliers | q · scale]ᵀ + bias over the channels of a packed layer (``int4_layout``). On a Hopper GPU, float16
-activations that arrive in the kernels' order go to ``int4_hopper``, everything else to ``int4_portable``.
+y = x · [outliers | q · scale]ᵀ + bias over the channels of a packed layer (``int4_layout``), in one launch. On a Hopper
+GPU, half-precision activations that arrive in the kernels' order go to ``int4_hopper``, others to ``int4_portable``;
+from PREFILL_TOKENS tokens on, where weights are read so often that it pays, all go to ``int4_prefill``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import torch
 
 from otf_kernels import ACTIVATION_DTYPES, check_tensor
-from otf_kernels.int4_layout import ALIGNMENT, PackedInt4, scales_per_block
+from otf_kernels.int4_layout import ALIGNMENT, PackedInt4, arrange, scales_per_block
+
+PREFILL_TOKENS = 1024
 
 
 def int4_linear(
@@ -55,6 +58,11 @@ def int4_linear(
         check_tensor("out", out, (x.dtype,), y_shape, x.device)
     if out.numel() == 0:
         return out
+    if out.numel() >= PREFILL_TOKENS * packed.out_features and _suits_prefill(x, packed):
+        from otf_kernels import int4_prefill
+
+        arranged = perm is None and x.shape[-1] == packed.aligned_features
+        return int4_prefill.launch(x if arranged else arrange(x, packed, perm), packed, out)
     if perm is None and _suits_hopper(x, packed):
         from otf_kernels import int4_hopper
 
@@ -62,6 +70,12 @@ def int4_linear(
     from otf_kernels import int4_portable
 
     return int4_portable.launch(x, packed, perm, out)
+
+
+def _suits_prefill(x: torch.Tensor, packed: PackedInt4) -> bool:
+    """Whether the layer's groups are ones that can be written out, and its outlier columns numbers of x's dtype."""
+    fits = x.dtype is not torch.float16 or packed.outliers.dtype is torch.float16
+    return fits and scales_per_block(packed.group_size) is not None
 
 
 def _suits_hopper(x: torch.Tensor, packed: PackedInt4) -> bool:

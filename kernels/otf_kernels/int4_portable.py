@@ -128,7 +128,7 @@ def launch(
 
 
 @triton.jit
-def _codes(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, INLINE_PTX: tl.constexpr):
+def codes_of_plane(words, PLANE: tl.constexpr, DTYPE: tl.constexpr, INLINE_PTX: tl.constexpr):
     """Codes of a plane, exact in DTYPE; in PTX two at a time: u under the exponent of 2^10 or 2^7, less that and 8."""
     if INLINE_PTX and DTYPE == tl.float16:
         q = tl.inline_asm_elementwise(
@@ -206,7 +206,7 @@ def int4_portable_kernel(
         for plane in tl.static_range(4):
             positions = block * 256 + plane * 64 + lanes
             wanted = positions < num_columns
-            q = _codes(packed, plane, dtype, INLINE_PTX)
+            q = codes_of_plane(packed, plane, dtype, INLINE_PTX)
             value = _activations(x, perm, read_tokens, first + positions, wanted, stride_xm, stride_xk, HAS_PERM)
             if GROUPS == -1:
                 # Columns of the plane's other groups meet activations of 0.

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -97,8 +96,8 @@ def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list:
     for block_m in (size for size in BLOCK_M if tokens // MOST_TOKEN_TILES <= size <= tokens):
         for block_n, num_warps in SHAPES:
             tiles = -(-packed.out_features // block_n) * -(-num_tokens // block_m)
-            for programs_per_sm, num_stages in itertools.product((1, 2, 3), (2, 3, 4)):
-                for split in _splits(programs_per_sm * num_sms, tiles, steps):
+            for programs_per_sm, num_stages in itertools.product((1, 2, 3, 4), (2, 3, 4)):
+                for split in sorted(_splits(programs_per_sm, num_sms, tiles, steps)):
                     config = int4_hopper.Config(
                         block_m, block_n, num_warps, num_stages, programs_per_sm, split, first.early
                     )
@@ -109,13 +108,17 @@ def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list:
     return [first, *others]
 
 
-def _splits(slots: int, tiles: int, steps: int) -> Iterator[int]:
-    """How many programs may share a tile so that all programs run at once, one fewer, and 0 for equal shares."""
-    most = max(1, min(slots // tiles, steps))
-    for wanted in (most, most - 1):
-        if wanted >= 1:
-            yield -(-steps // -(-steps // wanted))  # no program without a step
-    yield 0
+def _splits(programs_per_sm: int, num_sms: int, tiles: int, steps: int) -> set[int]:
+    """How many programs may share a tile so that all run at once, and one fewer; 0 for equal shares.
+
+    All may run at once where fewer do: programs of the next kernel can then start beside the last of this one.
+    """
+    splits = {0}
+    for programs in range(num_sms, programs_per_sm * num_sms + 1, num_sms):
+        most = max(1, min(programs // tiles, steps))
+        for wanted in {most, max(1, most - 1)}:
+            splits.add(-(-steps // -(-steps // wanted)))  # no program without a step
+    return splits
 
 
 @functools.cache
