@@ -4,7 +4,7 @@ rule benchmark_kernels:
             "files",
             "kernel_benchmark",
             "otf_kernels/__init__",
-            "otf_kernels/int4_hopper",
+            "otf_kernels/hopper",
             "otf_kernels/int4_layout",
             "otf_kernels/int4_linear",
             "otf_kernels/int4_portable",

@@ -33,7 +33,7 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 TOKENS = (0, 1, 7, 16, 17, 64, 200)
 SMALL_SHAPES = ((1, 1, 0), (7, 63, 1), (260, 257, 3), (96, 128, 1))  # N, K, outlier columns
 LARGE_SHAPES = ((4096, 4096, 41), (3072, 8192, 82))
-TABLES = ((1, 1), (259, 65), (260, 64), (32000, 576))  # V, H
+TABLES = ((1, 1), (259, 65), (260, 64), (259, 208), (32000, 576))  # V, H
 GROUP_SIZES = (0, 64, 128)
 ODD_GROUP_SIZES = (1, 5, 96)  # groups that begin inside a byte, or that no power of two divides
 PACKED_SHAPES = ((1, 8, 0), (7, 63, 1), (260, 257, 3), (96, 1000, 9), (3, 40, 40), (3072, 3072, 31), (1000, 8192, 82))
@@ -44,7 +44,7 @@ PACKED_CONFIGS = (
     (8, 64, 4, 3, 3, 5, True), (8, 128, 4, 3, 2, 1, False), (16, 128, 4, 4, 2, 13, True), (16, 256, 8, 2, 1, 2, False),
     (32, 64, 4, 2, 1, 3, True), (64, 256, 8, 3, 1, 4, True), (64, 128, 8, 3, 1, 7, False), (128, 64, 4, 3, 1, 2, True),
     (128, 256, 8, 2, 1, 5, True), (8, 64, 4, 3, 3, 0, True), (16, 128, 4, 3, 2, 0, False), (64, 256, 8, 3, 1, 0, True),
-    (128, 128, 8, 2, 1, 0, False),
+    (128, 128, 8, 2, 1, 0, False), (128, 64, 4, 3, 1, -1, True), (64, 128, 4, 2, 2, -1, False),
 )  # fmt: skip
 OTHER_CAPABILITIES = {80: 163 << 10, 89: 99 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes a program may have
 OFFSET_ROWS, OFFSET_BYTES = 524_300, 4_096  # 2.15 GB of codes: offsets pass 2^31
@@ -177,7 +177,7 @@ def check_grid(device: str, share: slice) -> list[dict]:
 
 def packed_cases(device: str):
     """(name, layer, numbers of tokens, configuration or None) of the Hopper kernel's grid."""
-    from otf_kernels.int4_hopper import Config
+    from otf_kernels.hopper import Config
 
     for shape, group_size, plain in itertools.product(PACKED_SHAPES, PACKED_GROUP_SIZES, (False, True)):
         layer = random_layer(*shape, group_size, permuted=not plain, biased=not plain, device=device)
@@ -200,13 +200,31 @@ def check_packed(device: str, share: slice) -> list[dict]:
         # A float16 result has no room for outlier columns that were stored as bfloat16.
         for dtype in HALF_DTYPES if layer.outliers.dtype is torch.float16 else HALF_DTYPES[1:]:
             errors = [packed_error(layer, packed, tokens, dtype, config) for tokens in token_counts]
-            rows.append(result("int4_hopper", name, dtype, errors, layer.in_features))
+            rows.append(result("hopper", name, dtype, errors, layer.in_features))
+    return rows
+
+
+def check_prefill(device: str, share: slice) -> list[dict]:
+    """Weights written out slab by slab, then multiplied, which Hopper GPUs do for float32 only."""
+    from otf_kernels import int4_prefill
+    from otf_kernels.int4_layout import arrange
+
+    rows = []
+    cases = itertools.product(PACKED_SHAPES, PACKED_GROUP_SIZES, DTYPES)
+    for shape, group_size, dtype in itertools.islice(cases, share.start, None, share.step):
+        layer = random_layer(*shape, group_size, device=device)
+        packed = pack(layer)
+        x = random_activations(130, layer.in_features, dtype, device)
+        y = torch.full((130, packed.out_features), 777.0, dtype=dtype, device=device)
+        int4_prefill.launch(arrange(x, packed, layer.perm), packed, y, slab_bytes=1 << 20)
+        error = relative_error(y, reference_layer(x.double(), layer))
+        rows.append(result("int4_prefill", layer.name, dtype, [error], layer.in_features))
     return rows
 
 
 def packed_error(layer: Int4Layer, packed, tokens: int, dtype: torch.dtype, config=None) -> float:
     """Relative error of one launch; infinite when a second one differs in any bit or an output is left unwritten."""
-    from otf_kernels.int4_hopper import launch
+    from otf_kernels.hopper import launch
     from otf_kernels.int4_layout import arrange
 
     x = random_activations(tokens, layer.in_features, dtype, layer.codes.device)
@@ -314,7 +332,7 @@ def compile_all() -> int:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from otf_kernels import activations, int4_portable, int8_embedding
+    from otf_kernels import activations, int4_portable, int4_prefill, int8_embedding
 
     count = 0
 
@@ -364,6 +382,10 @@ def compile_all() -> int:
         compile_kernel(activations.arrange_kernel, lone, {"BLOCK": 1024})
         ordered |= {"HAS_RESIDUAL": True, "ROUND_TO_BF16": False, "BLOCK_OUT": 2048}
         compile_kernel(activations.rms_norm_kernel, lone, ordered)
+        for per_block in (0, 1, 2, 4):
+            constants = {"GROUPS": per_block, "INLINE_PTX": True, "BLOCK_N": int4_prefill.DEQUANTIZED_ROWS}
+            types_4bit = {"words": "*i16", "scales": "*fp16", "row_factors": "*fp32", "outliers": "*bf16", "weights": x}
+            compile_kernel(int4_prefill.dequantize_kernel, types_4bit, constants)
     # Other generations, with the tiles that a launch chooses there: they must fit the shared memory.
     for capability, shared_memory in OTHER_CAPABILITIES.items():
         for block_m, block_n, num_warps, num_stages in int4_portable.HALF_TILES:
@@ -388,24 +410,28 @@ def compile_gluon_for_hopper() -> int:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from otf_kernels import int4_hopper
+    from otf_kernels import hopper
 
-    kernel = int4_hopper.int4_linear_kernel
+    kernel = hopper.linear_kernel
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    groups = itertools.cycle(((0, "*i16"), (1, "*i16"), (2, "*i32"), (4, "*i64")))
+    kinds = itertools.cycle(((4, 0, 16), (4, 1, 16), (4, 2, 32), (4, 4, 64), (8, 0, 16)))
     variants = list(itertools.product(PACKED_CONFIGS, ("fp16", "bf16")))
-    for (values, dtype), (per_block, scales) in zip(variants, groups, strict=False):
-        config = int4_hopper.Config(*values)
+    for (values, dtype), (bits, per_block, scale_bits) in zip(variants, kinds, strict=False):
+        config = hopper.Config(*values)
+        scale_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=scale_bits, rank=1)
+        planes, factors = 16 // bits, "*fp32" if bits == 4 else "*fp16"
         constants = {
-            "HAS_BIAS": per_block > 0, "GROUPS": per_block, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
-            "STAGES": config.num_stages, "EARLY": config.early, "SHARED": config.split == 0,
+            "HAS_BIAS": per_block > 0, "BITS": bits, "GROUPS": per_block, "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n, "STAGES": config.num_stages, "EARLY": config.early,
+            "PERSISTENT": config.split < 1,
         }  # fmt: skip
         types = {
+            "x_planes": f"tensordesc<{dtype}[{planes}, {config.block_m}, 64],{dataclasses.replace(layout, rank=3)!r}>",
             "x_tokens": f"tensordesc<{dtype}[{config.block_m}, 64],{layout!r}>",
             "words_rows": f"tensordesc<i16[{config.block_n}, 64],{layout!r}>",
             "outlier_rows": f"tensordesc<fp16[{config.block_n}, 64],{layout!r}>",
-            "scales": scales, "row_factors": "*fp32", "bias": "*fp32", "y": f"*{dtype}", "parts": "*fp32",
-            "arrivals": "*i32",
+            "scale_rows": f"tensordesc<i{scale_bits}[{config.block_n}],{scale_layout!r}>",
+            "row_factors": factors, "bias": factors, "y": f"*{dtype}", "parts": "*fp32", "arrivals": "*i32",
         }  # fmt: skip
         signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in kernel.arg_names}
         places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -418,7 +444,7 @@ def compile_gluon_for_hopper() -> int:
 
 def check_odd_shape(device: str) -> list[dict]:
     """Every kernel on one shape that no tile divides, the INT4 ones with their channels shared out as well."""
-    from otf_kernels import int4_hopper, int4_portable
+    from otf_kernels import hopper, int4_portable
     from otf_kernels.int4_layout import arrange
     from otf_kernels.int8_embedding import int8_embedding, int8_linear
 
@@ -435,30 +461,32 @@ def check_odd_shape(device: str) -> list[dict]:
         rows.append(result("int4_portable", f"{layer.name}, split {split}", x.dtype, [error], layer.in_features))
     on_hopper = torch.cuda.get_device_capability()[0] == 9
     for dtype, split in itertools.product(HALF_DTYPES, (0, 1, 2) if on_hopper else ()):
-        config = int4_hopper.Config(32, 128, 8, 2, 1, split, early=split != 1)
+        config = hopper.Config(32, 128, 8, 2, 1, split, early=split != 1)
         error = packed_error(layer, packed, tokens, dtype, config)
-        rows.append(result("int4_hopper", f"{layer.name}, split {split}", dtype, [error], layer.in_features))
+        rows.append(result("hopper", f"{layer.name}, split {split}", dtype, [error], layer.in_features))
     x = random_activations(tokens, layer.in_features, torch.float16, device)
     error = relative_error(
         apply_layer(arrange(x, packed, layer.perm), dataclasses.replace(layer, perm=None)),
         reference_layer(x.double(), layer),
     )
     rows.append(result("int4_linear", layer.name, torch.float16, [error], layer.in_features))
-    table = random_table(263, 77, device=device)
-    x = random_activations(tokens, 77, torch.float16, device)
-    expected = reference.int8_linear(x.double(), table.codes, table.scales)
-    error = relative_error(int8_linear(x, table.codes, table.scales), expected)
-    rows.append(result("int8_linear", table.name, torch.float16, [error], 77))
+    for width, dtype in itertools.product((77, 80), HALF_DTYPES):  # the Hopper kernel reads multiples of 16
+        table = random_table(263, width, device=device)
+        x = random_activations(tokens, width, dtype, device)
+        expected = reference.int8_linear(x.double(), table.codes, table.scales)
+        error = relative_error(int8_linear(x, table.codes, table.scales), expected)
+        rows.append(result("int8_linear", table.name, dtype, [error], width))
     ids = torch.arange(tokens, device=device) * 7919 % 263
     y = int8_embedding(ids, table.codes, table.scales, torch.float16)
     expected = reference.int8_embedding(ids, table.codes, table.scales, torch.float64)
     rows.append(result("int8_embedding", table.name, torch.float16, [relative_error(y, expected)], 1))
-    return [*rows, *check_activations(device, slice(0, 1), ((77, 83),))]
+    rows += [*check_activations(device, slice(0, 1), ((77, 83),)), *check_prefill(device, slice(24, 27))]
+    return rows
 
 
 def check_share(share: slice) -> list[dict]:
     """Every ``share.step``-th case from ``share.start``; what cannot be shared out goes with the first."""
-    rows = [*check_grid("cuda", share), *check_activations("cuda", share)]
+    rows = [*check_grid("cuda", share), *check_activations("cuda", share), *check_prefill("cuda", share)]
     if torch.cuda.get_device_capability()[0] == 9:
         rows += check_packed("cuda", share)
     elif share.start == 0:

@@ -1,6 +1,6 @@
 """otf_kernels: Triton kernels that multiply by INT4 and INT8 weights without a dequantised copy in memory.
 
-``int4_linear`` multiplies by a layer that ``int4_layout`` has packed, through ``int4_hopper`` or ``int4_portable``;
+``int4_linear`` multiplies by a layer that ``int4_layout`` has packed, through ``hopper`` or ``int4_portable``;
 ``int8_embedding`` has the embedding and the tied head, ``activations`` what stands between linear layers, ``tuning``
 and ``timing`` measure. ``otf_llm.reference`` says what they must compute. Importing this package does nothing and
 needs no Triton: import the modules for the kernels.

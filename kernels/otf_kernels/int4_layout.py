@@ -30,6 +30,7 @@ ALIGNMENT = 8  # channels: 16 bytes, the step of the copy engine
 MOST_TOKEN_TILES = 4  # tiles of tokens whose parts ``arrivals`` can count
 SMALLEST_TILE = 16  # output features
 LARGEST_SCALE_EXPONENT = 15  # a row's largest S is below 2^15
+ROW_SCALE_EXPONENT = 14  # S where a row has one scale only, which ``row_factors`` then hold
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,9 @@ class PackedInt4:
     """An INT4 layer as the kernels read it; K_b = in_features - num_outliers background columns, B = ceil(K_b / 256).
 
     words: int16 [B, N, 64], see the module's text.
-    scales: float16, S of every group: [B, N, G] where a block holds G groups (``scales_per_block``), [1, N, 1] with
-        group_size 0, and [N, ceil(K_b / group_size)] for any other group size.
-    row_factors: float32 [N], 2^24 over the row's power of two.
+    scales: float16, S of every group: [B, N, G] where a block holds G groups (``scales_per_block``), and
+        [N, ceil(K_b / group_size)] for a group size of another kind. Empty with group_size 0, where S is 2^14.
+    row_factors: float32 [N], 2^24 over the row's power of two; with group_size 0 that times the row's scale.
     outliers: float16 or bfloat16 [N, A], A = num_outliers rounded up to a multiple of 8; zeros beyond num_outliers.
     bias: float32 [N] or None.
     arrivals: int32 [4 ceil(N / 16)], zeros between launches: how many parts of a tile have been summed. Launches of one
@@ -67,8 +68,8 @@ class PackedInt4:
 
     @property
     def aligned_features(self) -> int:
-        """Width of activations as the kernels read them: [outliers, zeros up to A | background, zeros], 8 a step."""
-        return self.aligned_outliers + align(self.in_features - self.num_outliers)
+        """Width of activations as the kernels read them: [outliers, zeros up to A | background, zeros to a plane]."""
+        return self.aligned_outliers + max(1, -(-(self.in_features - self.num_outliers) // PLANE)) * PLANE
 
     @property
     def num_bytes(self) -> int:
@@ -134,7 +135,8 @@ def pack_layer(
     normalised, row_factors = _normalise(scales)
     groups_per_block = scales_per_block(group_size)
     if groups_per_block == 0:
-        normalised = torch.nn.functional.pad(normalised, (0, 1 - num_groups))[None]
+        row_factors = scales.float().sum(1) * 2.0 ** (24 - ROW_SCALE_EXPONENT)  # one scale, or none without columns
+        normalised = normalised[:, :0]
     elif groups_per_block is not None:
         if group_size > BLOCK:
             normalised = normalised.repeat_interleave(group_size // BLOCK, 1)

@@ -1,8 +1,9 @@
 """Linear layer over INT4 background columns and FP16 outlier columns.
 
 y = x · [outliers | q · scale]ᵀ + bias over the channels of a packed layer (``int4_layout``), in one launch. On a Hopper
-GPU, half-precision activations that arrive in the kernels' order go to ``int4_hopper``, others to ``int4_portable``;
-from PREFILL_TOKENS tokens on, where weights are read so often that it pays, all go to ``int4_prefill``.
+GPU, half-precision activations that arrive in the kernels' order go to ``hopper``, and from ARRANGED_TOKENS tokens on
+others too, which are brought into that order first. All else goes to ``int4_portable``, and from PREFILL_TOKENS tokens
+on, where weights are read so often that writing them out pays, to ``int4_prefill``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from otf_kernels import ACTIVATION_DTYPES, check_tensor
 from otf_kernels.int4_layout import ALIGNMENT, PackedInt4, arrange, scales_per_block
 
+ARRANGED_TOKENS = 128
 PREFILL_TOKENS = 1024
 
 
@@ -58,18 +60,32 @@ def int4_linear(
         check_tensor("out", out, (x.dtype,), y_shape, x.device)
     if out.numel() == 0:
         return out
-    if out.numel() >= PREFILL_TOKENS * packed.out_features and _suits_prefill(x, packed):
+    arranged = perm is None and x.shape[-1] == packed.aligned_features
+    num_tokens = out.numel() // packed.out_features
+    as_it_is = arranged and _suits_hopper(x)
+    if wants_arranged(x, packed) and (as_it_is or num_tokens >= ARRANGED_TOKENS):
+        from otf_kernels import hopper
+
+        if not as_it_is:
+            x = x.clone(memory_format=torch.contiguous_format) if arranged else arrange(x, packed, perm)
+        return hopper.launch(x, packed, out)
+    if num_tokens >= PREFILL_TOKENS and _suits_prefill(x, packed):
         from otf_kernels import int4_prefill
 
-        arranged = perm is None and x.shape[-1] == packed.aligned_features
         return int4_prefill.launch(x if arranged else arrange(x, packed, perm), packed, out)
-    if perm is None and _suits_hopper(x, packed):
-        from otf_kernels import int4_hopper
-
-        return int4_hopper.launch(x, packed, out)
     from otf_kernels import int4_portable
 
     return int4_portable.launch(x, packed, perm, out)
+
+
+def wants_arranged(x: torch.Tensor, packed: PackedInt4) -> bool:
+    """Whether activations should be brought into the kernels' order first: the Hopper kernel can then read them."""
+    return (
+        x.device.type == "cuda"
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and (x.dtype is torch.bfloat16 or x.dtype is packed.outliers.dtype is torch.float16)
+        and scales_per_block(packed.group_size) is not None
+    )
 
 
 def _suits_prefill(x: torch.Tensor, packed: PackedInt4) -> bool:
@@ -78,15 +94,10 @@ def _suits_prefill(x: torch.Tensor, packed: PackedInt4) -> bool:
     return fits and scales_per_block(packed.group_size) is not None
 
 
-def _suits_hopper(x: torch.Tensor, packed: PackedInt4) -> bool:
-    """Whether the Hopper kernel can read these activations and this layer."""
+def _suits_hopper(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read activations where they lie."""
     return (
-        x.device.type == "cuda"
-        and torch.cuda.get_device_capability(x.device)[0] == 9
-        and (x.dtype is torch.bfloat16 or x.dtype is packed.outliers.dtype is torch.float16)
-        and scales_per_block(packed.group_size) is not None
-        and x.shape[-1] == packed.aligned_features
-        and x.stride(-1) == 1
+        x.stride(-1) == 1
         and all(stride > 0 and stride % ALIGNMENT == 0 for stride in x.stride()[:-1])
         and x.data_ptr() % 16 == 0
     )

@@ -1,7 +1,7 @@
 """INT4 linear layers on any GPU that Triton compiles for, and in its interpreter, in one launch.
 
 Codes become exact numbers of the activations' dtype in registers and are multiplied by tensor cores; each group's sum
-is scaled in float32, so the only rounding beyond float32 summation is that of y. Takes what ``int4_hopper`` cannot:
+is scaled in float32, so the only rounding beyond float32 summation is that of y. Takes what ``hopper`` cannot:
 bfloat16 and float32 activations, any group size, any strides, and channels that a permutation picks.
 """
 
@@ -227,7 +227,7 @@ def int4_portable_kernel(
                     group = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     factors = tl.load(row_factors + read_rows) * 5.960464477539063e-08  # 2^-24, which row_factors make up for
     if GROUPS == 0:
-        factors *= tl.load(scales + read_rows).to(tl.float32)
+        factors *= 16384.0  # the scale that they make up for, with the row's own
     acc *= factors[:, None]
 
     # Outlier columns, dealt out among the parts.

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from otf_kernels import interpreter_dtype, is_interpreted, launch_device
-from otf_kernels.int4_layout import BLOCK, PackedInt4, scales_per_block
+from otf_kernels.int4_layout import ALIGNMENT, BLOCK, PackedInt4, scales_per_block
 from otf_kernels.int4_portable import codes_of_plane
 
 SLAB_BYTES = 64 << 20
@@ -59,7 +59,8 @@ def dequantize(packed: PackedInt4, begin: int, weights: torch.Tensor) -> torch.T
     with launch_device(dequantize_kernel, weights.device):
         dequantize_kernel[grid](
             packed.words, packed.scales, packed.row_factors, packed.outliers, target,
-            begin, len(weights), packed.out_features, packed.aligned_outliers, packed.aligned_features, blocks,
+            begin, len(weights), packed.out_features,
+            packed.aligned_outliers // ALIGNMENT, packed.aligned_features // ALIGNMENT, blocks,
             GROUPS=scales_per_block(packed.group_size),
             INLINE_PTX=not is_interpreted(dequantize_kernel) and torch.version.hip is None,
             BLOCK_N=DEQUANTIZED_ROWS,
@@ -70,10 +71,12 @@ def dequantize(packed: PackedInt4, begin: int, weights: torch.Tensor) -> torch.T
 @triton.jit(do_not_specialize=("begin", "num_rows", "blocks"))
 def dequantize_kernel(
     words, scales, row_factors, outliers, weights,
-    begin, num_rows, all_rows, first, width, blocks,
+    begin, num_rows, all_rows, first_pieces, pieces, blocks,
     GROUPS: tl.constexpr, INLINE_PTX: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N rows of one block of 256 columns, or of 256 outlier columns."""
+    """BLOCK_N rows of one block of 256 columns, or of 256 outlier columns; rows consist of pieces of 8 columns."""
+    first = first_pieces * 8
+    width = pieces * 8
     block = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (rows < num_rows)[:, None]
@@ -85,7 +88,7 @@ def dequantize_kernel(
         factors = tl.load(row_factors + read_rows) * 5.960464477539063e-08  # 2^-24, which row_factors make up for
         for plane in tl.static_range(4):
             if GROUPS == 0:
-                scale = tl.load(scales + read_rows)
+                scale = tl.full([BLOCK_N], 16384.0, tl.float16)
             else:
                 scale = tl.load(scales + (block * all_rows.to(tl.int64) + read_rows) * GROUPS + (plane * GROUPS) // 4)
             q = codes_of_plane(packed, plane, tl.float16, INLINE_PTX).to(tl.float32)
@@ -96,7 +99,7 @@ def dequantize_kernel(
                 mask=inside & (columns < width)[None, :],
             )
     else:
-        columns = (block - blocks) * 256 + tl.arange(0, 256)
-        wanted = inside & (columns < first)[None, :]
-        value = tl.load(outliers + read_rows[:, None] * first + columns[None, :], mask=wanted, other=0.0)
-        tl.store(row_weights + columns[None, :], value.to(weights.dtype.element_ty), mask=wanted)
+        positions = (block - blocks) * 256 + tl.arange(0, 256)
+        wanted = inside & (positions < first)[None, :]
+        value = tl.load(outliers + read_rows[:, None] * first + positions[None, :], mask=wanted, other=0.0)
+        tl.store(row_weights + positions[None, :], value.to(weights.dtype.element_ty), mask=wanted)

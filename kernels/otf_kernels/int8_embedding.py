@@ -127,6 +127,10 @@ def int8_linear(
     if out.numel() == 0:
         return out
 
+    if tile is None and _suits_hopper(x, codes):
+        from otf_kernels import hopper
+
+        return hopper.launch_int8(x, codes, scales, out)
     tokens = x.reshape(out.numel() // vocabulary, width).to(interpreter_dtype(int8_linear_kernel, x.dtype))
     y = out if tokens.dtype is x.dtype else torch.empty(y_shape, dtype=tokens.dtype, device=x.device)
     tiles = FLOAT32_TILES if x.dtype is torch.float32 else TILES
@@ -143,6 +147,17 @@ def int8_linear(
             num_stages=tile.num_stages,
         )  # fmt: skip
     return out if y is out else out.copy_(y)
+
+
+def _suits_hopper(x: torch.Tensor, codes: torch.Tensor) -> bool:
+    """Whether the Hopper kernel can read these activations and this table."""
+    return (
+        x.device.type == "cuda"
+        and torch.cuda.get_device_capability(x.device)[0] == 9
+        and x.dtype in (torch.float16, torch.bfloat16)
+        and codes.shape[1] % 16 == 0
+        and codes.data_ptr() % 16 == 0
+    )
 
 
 def _check_table(codes: torch.Tensor, scales: torch.Tensor, device: torch.device) -> tuple[int, int]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
 import torch
 
-LEAST_LAUNCHES = 24  # in a graph, whose own start takes about ten microseconds
+LEAST_LAUNCHES = 24  # in a graph, whose own start takes about ten microseconds, or as many as take
+LEAST_SECONDS = 3e-3  # when they are launched one by one
 COLD_BYTES = 300 << 20  # of weights that a graph goes through: six times the largest L2 cache
 WARM_UP = 3
 
@@ -31,13 +33,15 @@ def event_times(work: Callable[[], object], repeats: int) -> list[float]:
 def launch_times(launches: Sequence[Callable[[], object]], repeats: int) -> tuple[float, float, float]:
     """Tenth percentile, median and ninetieth percentile of one launch's time in microseconds.
 
-    The launches, over again up to LEAST_LAUNCHES, are captured in one CUDA graph and replayed ``repeats`` times. Give
-    one for every copy of the weights, and enough copies that none is found in the L2 cache (``num_copies``).
+    The launches, over again up to LEAST_LAUNCHES or LEAST_SECONDS, are captured in one CUDA graph and replayed
+    ``repeats`` times. Give one for every copy of the weights, and enough copies that none is found in the L2 cache
+    (``num_copies``).
     """
     for launch in launches[:WARM_UP]:  # compiles, which a capture must not
         launch()
-    torch.cuda.synchronize()
-    launches = [*launches] * -(-LEAST_LAUNCHES // len(launches))
+    alone = event_times(launches[0], 1)[0]
+    least = min(LEAST_LAUNCHES, math.ceil(LEAST_SECONDS / alone))
+    launches = [*launches] * -(-least // len(launches))
     graph = _capture(launches)
     times = sorted(time * 1e6 / len(launches) for time in event_times(graph.replay, repeats))
     return times[len(times) // 10], statistics.median(times), times[-1 - len(times) // 10]

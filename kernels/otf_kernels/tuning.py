@@ -1,7 +1,7 @@
 """Configurations of the Hopper kernel as data: measured ones by GPU, shape and tokens, and how to measure more.
 
 ``tuning/<GPU>.json`` holds what was measured for a GPU, a file of the same form in the user's cache what this machine
-has measured since. Shapes in neither get ``int4_hopper.choose_config``, which needs no tuning.
+has measured since. Shapes in neither get ``hopper.choose_config``, which needs no tuning.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FINAL_REPEATS = 25
 FINALISTS = 6
 SHAPES = ((64, 4), (128, 4), (128, 8), (256, 8))  # block_n, num_warps
 BLOCK_M = (8, 16, 32, 64, 128)
+MOST_TOKENS = 2048  # that have a measurement of their own
 
 
 def cache_folder() -> Path:
@@ -36,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def tuned_config(gpu: str, packed: PackedInt4, num_tokens: int):
-    """The measured ``int4_hopper.Config`` for a layer of this shape and about as many tokens, or None.
+    """The measured ``hopper.Config`` for a layer of this shape and about as many tokens, or None.
 
     Raises ValueError naming a file that does not hold configurations.
     """
@@ -45,16 +46,16 @@ def tuned_config(gpu: str, packed: PackedInt4, num_tokens: int):
 
 
 def tokens_measured_for(num_tokens: int) -> int:
-    """Numbers of tokens share a configuration up to the next power of two from 8 to 128."""
-    return min(BLOCK_M[-1], max(BLOCK_M[0], 1 << (num_tokens - 1).bit_length()))
+    """Numbers of tokens share a configuration up to the next power of two from 8 to 2048."""
+    return min(MOST_TOKENS, max(BLOCK_M[0], 1 << (num_tokens - 1).bit_length()))
 
 
 def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
     """Measure configurations for a layer on its GPU, at most ``seconds`` long, and keep the fastest in the cache.
 
-    Returns the fastest ``int4_hopper.Config``. Raises ValueError when the layer is on no Hopper GPU.
+    Returns the fastest ``hopper.Config``. Raises ValueError when the layer is on no Hopper GPU.
     """
-    from otf_kernels import int4_hopper
+    from otf_kernels import hopper
 
     device = packed.words.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
@@ -68,7 +69,7 @@ def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
         held.append(dataclasses.replace(packed, **{name: getattr(packed, name).clone() for name in tensors}))
 
     def time_of(config, repeats: int) -> float:
-        launches = [functools.partial(int4_hopper.launch, x, layer, out, config) for layer in held]
+        launches = [functools.partial(hopper.launch, x, layer, out, config) for layer in held]
         return launch_times(launches, repeats)[1]
 
     end = time.monotonic() + seconds
@@ -78,7 +79,7 @@ def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
         if time.monotonic() > end:
             break
     finalists = sorted(times, key=times.get)[:FINALISTS]
-    finalists += [dataclasses.replace(config, early=not config.early) for config in finalists]
+    finalists += [dataclasses.replace(config, early=not config.early) for config in finalists[:2]]
     best = min(finalists, key=lambda config: time_of(config, FINAL_REPEATS))
     _keep(properties.name, packed, tokens_measured_for(num_tokens), best)
     return best
@@ -86,21 +87,24 @@ def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
 
 def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list:
     """Configurations that fit: the untuned choice, then others in an order without a system, for a search cut short."""
-    from otf_kernels import int4_hopper
+    from otf_kernels import hopper
     from otf_kernels.int4_layout import MOST_TOKEN_TILES
 
-    first = int4_hopper.choose_config(packed, num_tokens, num_sms)
-    steps = int4_hopper.num_steps(packed)
+    first = hopper.choose_config(packed, num_tokens, num_sms)
+    steps = hopper.num_steps(packed)
     tokens = tokens_measured_for(num_tokens)
     found = {}
-    for block_m in (size for size in BLOCK_M if tokens // MOST_TOKEN_TILES <= size <= tokens):
+    least, most = min(64, tokens // MOST_TOKEN_TILES), max(16, tokens)
+    for block_m in (size for size in BLOCK_M if least <= size <= most):
         for block_n, num_warps in SHAPES:
             tiles = -(-packed.out_features // block_n) * -(-num_tokens // block_m)
-            for programs_per_sm, num_stages in itertools.product((1, 2, 3, 4), (2, 3, 4)):
-                for split in sorted(_splits(programs_per_sm, num_sms, tiles, steps)):
-                    config = int4_hopper.Config(
-                        block_m, block_n, num_warps, num_stages, programs_per_sm, split, first.early
-                    )
+            stages = (2, 3, 4) if block_m >= 64 else (3, 4)
+            for programs_per_sm, num_stages in itertools.product(range(1, 4 if block_n == 64 else 3), stages):
+                splits = _splits(programs_per_sm, num_sms, tiles, steps)
+                if tokens > MOST_TOKEN_TILES * block_m:
+                    splits = {split for split in splits if split <= 1}
+                for split in sorted(splits):
+                    config = hopper.Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, first.early)
                     if config.fits and config != first:
                         found[config] = None
     others = list(found)
@@ -109,11 +113,15 @@ def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list:
 
 
 def _splits(programs_per_sm: int, num_sms: int, tiles: int, steps: int) -> set[int]:
-    """How many programs may share a tile so that all run at once, and one fewer; 0 for equal shares.
+    """How many programs may share a tile so that all run at once, and one fewer; equal shares; whole tiles.
 
     All may run at once where fewer do: programs of the next kernel can then start beside the last of this one.
     """
-    splits = {0}
+    from otf_kernels.hopper import EQUAL_SHARES, WHOLE_TILES
+
+    splits = {EQUAL_SHARES}
+    if tiles > programs_per_sm * num_sms:
+        splits.add(WHOLE_TILES)
     for programs in range(num_sms, programs_per_sm * num_sms + 1, num_sms):
         most = max(1, min(programs // tiles, steps))
         for wanted in {most, max(1, most - 1)}:
@@ -124,7 +132,7 @@ def _splits(programs_per_sm: int, num_sms: int, tiles: int, steps: int) -> set[i
 @functools.cache
 def _measured(gpu: str) -> dict:
     """Configurations by (output features, input channels, tokens); this machine's own measurements win."""
-    from otf_kernels.int4_hopper import Config
+    from otf_kernels.hopper import Config
 
     rows = [*_read(FOLDER / file_name(gpu)), *_read(cache_folder() / file_name(gpu))]
     return {(row["n"], row["k"], row["m"]): Config(**row["config"]) for row in rows}
@@ -132,7 +140,7 @@ def _measured(gpu: str) -> dict:
 
 def _read(path: Path) -> list[dict]:
     """Rows of a file, none if there is no file."""
-    from otf_kernels.int4_hopper import Config
+    from otf_kernels.hopper import Config
 
     if not path.exists():
         return []

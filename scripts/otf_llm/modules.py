@@ -51,25 +51,30 @@ class Int4Linear(_Packed):
         self.register_buffer("outliers", torch.empty(out_features, num_outliers, dtype=outlier_dtype))
         self.register_buffer("perm", None, persistent=False)
         self._packed = None  # the layer in the kernels' order, made at the first call on a GPU
+        self._order = None  # of the activations that it reads
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: float [..., K] → [..., N] in x's dtype."""
         if x.is_cuda:
-            from otf_kernels.int4_linear import int4_linear
+            from otf_kernels.activations import arrange
+            from otf_kernels.int4_linear import int4_linear, wants_arranged
 
             if self._packed is None or self._packed.words.device != x.device:
                 self._pack(x.device)
+            if wants_arranged(x, self._packed) and not torch.compiler.is_compiling():
+                return int4_linear(arrange(x.contiguous(), self._order), self._packed)
             return int4_linear(x, self._packed, perm=self.perm)
         return reference.int4_linear(x, perm=self.perm, **self._stored_layer())
 
     def _pack(self, device: torch.device) -> None:
         """Bring the layer into the kernels' order on ``device``; the stored tensors stay in the host's memory."""
-        from otf_kernels.int4_layout import pack_layer
+        from otf_kernels.int4_layout import kernel_order, pack_layer
 
         stored = self._stored_layer()
         moved = {name: value.to(device) for name, value in stored.items() if isinstance(value, torch.Tensor)}
         self._packed = pack_layer(**{**stored, **moved})
+        self._order = kernel_order(self._packed, self.perm)
         for name in self.stored:
             self._buffers[name] = self._buffers[name].cpu()
 

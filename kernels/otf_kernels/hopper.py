@@ -30,7 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from otf_kernels.int4_layout import BLOCK, MOST_TOKEN_TILES, PLANE, PackedInt4, scales_per_block
+from otf_kernels.int4_layout import (
+    BLOCK,
+    MOST_TOKEN_TILES,
+    PLANE,
+    ROW_SCALE_EXPONENT,
+    PackedInt4,
+    scales_per_block,
+)
 from otf_kernels.tuning import tuned_config
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
@@ -41,7 +48,11 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 PRODUCER_WARPS = 4  # one works, and registers are handed out to four at a time
 SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that programs may use
 RESERVED_SHARED_MEMORY = 1280  # of each program: barriers, and what CUDA takes
+ROW_SCALE_BITS = gl.constexpr(ROW_SCALE_EXPONENT + 15 << 10)  # of float16
+MOST_GROUPS = 4  # scales of a row in a stage
 MOST_SPLIT = 16
+EQUAL_SHARES = 0  # instead of a split
+WHOLE_TILES = -1
 MOST_BLOCK_M = 128
 
 
@@ -54,10 +65,12 @@ class Config:
     num_warps: warps that multiply, 4 or 8.
     num_stages: stages of 256 channels in shared memory.
     programs_per_sm: programs that shall fit a multiprocessor at a time.
-    split: programs that share a tile's channels, 1 when tokens take more than MOST_TOKEN_TILES tiles; or 0 for
-        programs_per_sm programs a multiprocessor, of which each takes whole tiles and an equal share of what is left
-        over (data-parallel with a two-tile stream-K wave: Osama et al. 2023, arXiv:2301.03598).
-    early: fetch the first stages' weights before the preceding kernel has finished (programmatic dependent launch).
+    split: programs that share a tile's channels, 1 when tokens take more than MOST_TOKEN_TILES tiles. WHOLE_TILES (-1)
+        for programs_per_sm programs a multiprocessor that take one tile after another, EQUAL_SHARES (0) for as many
+        that take whole tiles and, unless those come out even, an equal share of the rest (data-parallel with a two-tile
+        stream-K wave: Osama et al. 2023, arXiv:2301.03598).
+    early: fetch the first stages' weights before the preceding kernel has finished (programmatic dependent launch);
+        where programs take half of a multiprocessor, they do so while the preceding kernel's are at work.
     """
 
     block_m: int
@@ -70,7 +83,7 @@ class Config:
 
     @property
     def shared_memory(self) -> int:
-        stages = self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m)
+        stages = self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m + MOST_GROUPS * self.block_n)
         rearranged = self.num_warps * 2 * 16 * min(16, self.block_m)  # part of y on its way to memory
         return stages + rearranged + RESERVED_SHARED_MEMORY
 
@@ -136,61 +149,121 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
 
     Raises ValueError when the configuration does not fit.
     """
-    width, num_rows = packed.aligned_features, packed.out_features
-    tokens = x.reshape(-1, width)
+    tokens = x.reshape(-1, packed.aligned_features)
     num_tokens = tokens.shape[0]
-    stride = tokens.stride(0) if num_tokens > 1 else width
     if config is None:
         name, num_sms = _properties(x.device.index)
-        config = tuned_config(name, packed, num_tokens) if num_tokens <= MOST_BLOCK_M else None
-        config = config or choose_config(packed, num_tokens, num_sms)
+        config = tuned_config(name, packed, num_tokens) or choose_config(packed, num_tokens, num_sms)
+    groups = scales_per_block(packed.group_size)
+    words = packed.words.view(-1, PLANE)
+    # A number holds a row's scales of a block. What stands here without groups is not read.
+    scales = packed.scales.view({1: torch.int16, 2: torch.int32, 4: torch.int64}[groups]) if groups else words
+    return _start(
+        config, out, tokens[:, packed.aligned_outliers :], tokens, words,
+        packed.outliers if packed.aligned_outliers else words.view(x.dtype), scales.view(-1), packed.row_factors,
+        packed.bias, packed.arrivals, blocks=packed.words.shape[0], steps=num_steps(packed), groups=groups, bits=4,
+    )  # fmt: skip
+
+
+def launch_int8(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, config: Config | None = None
+) -> torch.Tensor:
+    """Write x · (codes · scales)ᵀ to ``out``, [..., V] in x.dtype without gaps; ``int8_linear`` has checked the rest.
+
+    Args:
+        x: float16 or bfloat16 [..., H] on a Hopper GPU, H a multiple of 16. Rearranged first, in a launch of its own.
+        codes: int8 [V, H], 16-byte aligned.
+        scales: float16 [V].
+        out: where to write.
+        config: how to cut the work up, with a split of 1 or WHOLE_TILES, or None to choose.
+
+    Raises ValueError when the configuration does not fit.
+    """
+    vocabulary, width = codes.shape
+    tokens = x.reshape(-1, width)
+    config = config or choose_int8_config(vocabulary, tokens.shape[0])
+    if config.split not in (1, WHOLE_TILES):
+        raise ValueError(f"config.split must be 1 or {WHOLE_TILES} for a table, not {config.split}")
+    # A word holds two neighbouring columns; so a plane is every second column of 128.
+    tokens = torch.nn.functional.pad(tokens, (0, -width % (2 * PLANE)))
+    planes = tokens.view(len(tokens), -1, PLANE, 2).transpose(2, 3).reshape(len(tokens), -1)
+    words = codes.view(torch.int16)
+    steps = planes.shape[1] // (2 * PLANE)
+    return _start(
+        config, out, planes, planes, words, words.view(x.dtype), scales.view(torch.int16), scales, None, None,
+        blocks=steps, steps=steps, groups=0, bits=8,
+    )  # fmt: skip
+
+
+def choose_int8_config(vocabulary: int, num_tokens: int) -> Config:
+    """A configuration for a table of so many rows."""
+    block_m = min(MOST_BLOCK_M, max(16, 1 << (num_tokens - 1).bit_length()))
+    if block_m <= 32:
+        return Config(block_m, 128, 4, 4, 2, WHOLE_TILES, True)
+    if block_m == 64:
+        return Config(block_m, 128, 4, 4, 1, WHOLE_TILES, True)
+    return Config(block_m, 256, 8, 2, 1, WHOLE_TILES, True)
+
+
+def _start(
+    config, out, planes, tokens, words, outliers, scales, row_factors, bias, arrivals, *, blocks, steps, groups, bits
+):
+    """Launch the kernel over ``words``, whose rows of 64 are those of ``blocks`` blocks of all output features.
+
+    planes [M, 64 P] are the background's activations, P = 16 / bits planes a block; tokens [M, W] begin with those of
+    the outliers, which take the steps beyond ``blocks``. For 8 bits a row of words holds all of an output feature.
+    """
+    num_tokens, num_rows = len(planes), out.shape[-1]
     _check_config(config, num_tokens)
-    blocks = packed.words.shape[0]
-    has_outliers = packed.aligned_outliers > 0
-    steps = num_steps(packed)
     token_tiles = -(-num_tokens // config.block_m)
     tiles = token_tiles * -(-num_rows // config.block_n)
     split = config.split
-    shared = split == 0
-    if shared:
-        # Whole waves of tiles need no sharing; the last wave that is full is shared with the rest beyond it.
-        programs = min(config.programs_per_sm * _properties(x.device.index)[1], tiles * steps, packed.arrivals.numel())
-        waves = max(0, tiles // programs - (tiles % programs > 0))
-        shared_tiles = tiles - waves * programs
+    persistent = split in (EQUAL_SHARES, WHOLE_TILES)
+    shared_tiles = num_parts = 0
+    if persistent:
+        programs = config.programs_per_sm * _properties(out.device.index)[1]
+        if split == EQUAL_SHARES:
+            # Full waves of tiles need no sharing. A last one that is not full is shared, and the one before with it.
+            programs = min(programs, tiles * steps, arrivals.numel())
+            waves, rest = divmod(tiles, programs)
+            shared_tiles = rest + programs * (waves > 0) if rest else 0
+            num_parts = 2 * programs
+        programs = programs if shared_tiles else min(programs, tiles)
         per_share, longer = divmod(shared_tiles * steps, programs)
-        num_parts = 2 * programs
     else:
-        waves = shared_tiles = 0
-        per_share, longer = -(-steps // config.split), 0
+        per_share, longer = -(-steps // split), 0
         split = -(-steps // per_share)  # no program without a step
-        programs = num_parts = tiles * split
-    parts = packed.row_factors  # some float32 must stand there, unread without a split
-    if split != 1:
-        parts = torch.empty(num_parts * config.block_n * config.block_m, dtype=torch.float32, device=x.device)
-    groups = scales_per_block(packed.group_size)
-    words = packed.words.view(-1, PLANE)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * PLANE, element_bitwidth=16, rank=2)
-    outliers = packed.outliers if has_outliers else words.view(x.dtype)
-    with torch.cuda.device(x.device):
-        int4_linear_kernel[(programs,)](
-            TensorDescriptor(tokens, [num_tokens, width], [stride, 1], [config.block_m, PLANE], layout),
-            TensorDescriptor(words, list(words.shape), [PLANE, 1], [config.block_n, PLANE], layout),
-            TensorDescriptor(outliers, list(outliers.shape), [outliers.shape[1], 1], [config.block_n, PLANE], layout),
-            packed.scales.view({0: torch.int16, 1: torch.int16, 2: torch.int32, 4: torch.int64}[groups]),
-            packed.row_factors,
-            packed.row_factors if packed.bias is None else packed.bias,
+        programs = tiles * split
+        num_parts = programs if split > 1 else 0
+    parts = torch.empty(num_parts * config.block_n * config.block_m, dtype=torch.float32, device=out.device)
+    swizzled = [gl.NVMMASharedLayout(swizzle_byte_width=2 * PLANE, element_bitwidth=16, rank=rank) for rank in (2, 3)]
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * scales.element_size(), rank=1)
+    row_tile, token_tile = [config.block_n, PLANE], [config.block_m, PLANE]
+    # A lone token's stride may be anything.
+    stride = tokens.stride(0) if num_tokens > 1 else tokens.shape[1]
+    plane_shape = [planes.shape[1] // PLANE, num_tokens, PLANE]
+    with torch.cuda.device(out.device):
+        linear_kernel[(programs,)](
+            TensorDescriptor(planes, plane_shape, [PLANE, stride, 1], [16 // bits, *token_tile], swizzled[1]),
+            TensorDescriptor(tokens, list(tokens.shape), [stride, 1], token_tile, swizzled[0]),
+            TensorDescriptor(words, list(words.shape), [words.shape[1], 1], row_tile, swizzled[0]),
+            TensorDescriptor(outliers, list(outliers.shape), [outliers.shape[1], 1], row_tile, swizzled[0]),
+            TensorDescriptor(scales, list(scales.shape), [1], [config.block_n], flat),
+            row_factors,
+            row_factors if bias is None else bias,
             out,
             parts,
-            packed.arrivals,
-            num_tokens, num_rows, packed.aligned_outliers, blocks, steps,
-            split, per_share, longer, shared_tiles, waves, token_tiles,
-            HAS_BIAS=packed.bias is not None,
+            parts.view(torch.int32) if arrivals is None else arrivals,
+            num_tokens, num_rows, blocks, steps,
+            split, per_share, longer, shared_tiles, tiles, token_tiles,
+            HAS_BIAS=bias is not None,
+            BITS=bits,
             GROUPS=groups,
             BLOCK_M=config.block_m,
             BLOCK_N=config.block_n,
             STAGES=config.num_stages,
             EARLY=config.early,
-            SHARED=shared,
+            PERSISTENT=persistent,
             num_warps=config.num_warps,
             maxnreg=config.registers,
             launch_pdl=True,
@@ -211,9 +284,9 @@ def _check_config(config: Config, num_tokens: int) -> None:
             f"config.num_stages must be at least 2 and fit {SHARED_MEMORY} bytes of shared memory, not "
             f"{config.num_stages} ({config.programs_per_sm} x {config.shared_memory} bytes)"
         )
-    if config.split < 0 or (config.split > 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
+    if config.split < WHOLE_TILES or (config.split > 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
         raise ValueError(
-            f"config.split must not be negative, and 0 or 1 when tokens take over {MOST_TOKEN_TILES} tiles, not "
+            f"config.split must be at least -1, and at most 1 when tokens take over {MOST_TOKEN_TILES} tiles, not "
             f"{config.split}"
         )
 
@@ -257,6 +330,26 @@ def _upper_codes(words):
 
 
 @gluon.jit
+def _bytes(words, DTYPE: gl.constexpr):
+    """The signed codes at bits 7..0, exactly."""
+    if DTYPE == gl.float16:
+        # 1024 + 128 + q has q + 128 for its last bits.
+        codes = gl.inline_asm_elementwise(
+            "{.reg .b32 u, c; and.b32 u, $1, 0x00FF00FF; xor.b32 u, u, 0x64806480; mov.b32 c, 0x64806480;"
+            " sub.rn.f16x2 $0, u, c;}",
+            "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        # The last seven bits of q stand for 128 + q or, below zero, for 256 + q; bit 7 tells 128 from 256.
+        codes = gl.inline_asm_elementwise(
+            "{.reg .b32 u, v, c; and.b32 u, $1, 0x007F007F; or.b32 u, u, 0x43004300; and.b32 v, $1, 0x00800080;"
+            " or.b32 v, v, 0x43004300; mov.b32 c, 0xBF80BF80; fma.rn.bf16x2 $0, v, c, u;}",
+            "=r,r", [words], dtype=gl.bfloat16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return codes
+
+
+@gluon.jit
 def _scale(bits, group: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr):
     """Scale of plane ``group`` of 4, and what 8 of the code's unit come to, from the bits of a row's GROUPS scales."""
     index: gl.constexpr = group * GROUPS // 4 if GROUPS > 1 else 0
@@ -271,33 +364,30 @@ def _scale(bits, group: gl.constexpr, GROUPS: gl.constexpr, DTYPE: gl.constexpr)
 
 
 @gluon.jit
-def _fetch(
-    x_tokens, words_rows, scales, stages, ready, slot, block, num_rows, row, token, first, PART: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Start the copies of a background step's stage: words, and the activations of the four planes."""
-    x0, x1, x2, x3, tiles = stages
+def _fetch(sources, stages, ready, slot, block, num_rows, row, token, PART: gl.constexpr, GROUPS: gl.constexpr):
+    """Start the copies of a background step's stage: words and scales, and the activations of the four planes."""
+    x_planes, _, words_rows, _, scale_rows = sources
+    activations, tiles, scale_tiles = stages
+    PLANES: gl.constexpr = activations.shape[1]
+    SCALE_BYTES: gl.constexpr = scale_rows.block_type.nbytes if GROUPS > 0 else 0
     if PART != "activations":
-        mbarrier.expect(ready, words_rows.block_type.nbytes + 4 * x_tokens.block_type.nbytes)
-        tma.async_copy_global_to_shared(words_rows, [block * num_rows + row, 0], ready, tiles.index(slot))
+        mbarrier.expect(ready, words_rows.block_type.nbytes + SCALE_BYTES + x_planes.block_type.nbytes)
+        if PLANES == 2:
+            tma.async_copy_global_to_shared(words_rows, [row, block * 64], ready, tiles.index(slot))
+        else:
+            tma.async_copy_global_to_shared(words_rows, [block * num_rows + row, 0], ready, tiles.index(slot))
         if GROUPS > 0:
-            # The multiplying warps load scales one step ahead, less than memory takes: L2 shall have them by then.
-            BLOCK_N: gl.constexpr = words_rows.block_type.shape[0]
-            SECTOR: gl.constexpr = 16 // GROUPS  # rows whose scales take 32 bytes
-            lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-            for begin in gl.static_range(0, BLOCK_N, 32 * SECTOR):
-                rows = gl.minimum(row + gl.minimum(begin + lanes * SECTOR, BLOCK_N - 1), num_rows - 1)
-                gl.inline_asm_elementwise(
-                    "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l",
-                    [(scales + block * num_rows + rows).to(gl.int64, bitcast=True)],
-                    dtype=gl.int32, is_pure=False, pack=1,
-                )  # fmt: skip
+            tma.async_copy_global_to_shared(scale_rows, [block * num_rows + row], ready, scale_tiles.index(slot))
     if PART != "words":
-        channel = first + block * 256
-        tma.async_copy_global_to_shared(x_tokens, [token, channel], ready, x0.index(slot))
-        tma.async_copy_global_to_shared(x_tokens, [token, channel + 64], ready, x1.index(slot))
-        tma.async_copy_global_to_shared(x_tokens, [token, channel + 128], ready, x2.index(slot))
-        tma.async_copy_global_to_shared(x_tokens, [token, channel + 192], ready, x3.index(slot))
+        tma.async_copy_global_to_shared(x_planes, [block * PLANES, token, 0], ready, activations.index(slot))
+
+
+@gluon.jit
+def _plane(activations, slot, plane: gl.constexpr, BLOCK_M: gl.constexpr, layout: gl.constexpr):
+    """A plane of a stage's activations, [BLOCK_M, 64] in shared memory."""
+    PLANES: gl.constexpr = activations.shape[1]
+    planes = activations.index(slot)._reinterpret(activations.dtype, [PLANES * BLOCK_M, 64], layout)
+    return planes.slice(plane * BLOCK_M, BLOCK_M)
 
 
 @gluon.jit
@@ -308,16 +398,16 @@ def _advance(slot, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _segment(segment, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARED: gl.constexpr):
+def _segment(segment, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PERSISTENT: gl.constexpr):
     """Tile of a program's ``segment``-th piece of work, its first row and token, and the steps from begin to end."""
     first_step, last_step, steps, token_tiles, shared_segments, _, shared_tiles = work
     tile = first_step // steps + segment
-    if SHARED:
+    if PERSISTENT:
         whole = shared_tiles + (segment - shared_segments) * gl.num_programs(0) + gl.program_id(0)
         tile = gl.where(segment < shared_segments, tile, whole)
     begin = gl.maximum(first_step - tile * steps, 0)
     end = gl.minimum(last_step - tile * steps, steps)
-    if SHARED:
+    if PERSISTENT:
         begin = gl.where(segment < shared_segments, begin, 0)
         end = gl.where(segment < shared_segments, end, steps)
     return tile, tile // token_tiles * BLOCK_N, tile % token_tiles * BLOCK_M, begin, end
@@ -326,45 +416,39 @@ def _segment(segment, work, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARED
 @gluon.jit
 def _produce(
     sources, stages, barriers, sizes, work, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, SHARED: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: fill stages as they become free."""
-    x_tokens, words_rows, outlier_rows, scales = sources
-    x0, _, _, _, tiles = stages
+    _, x_tokens, _, outlier_rows, _ = sources
+    activations, tiles, _ = stages
     ready, free = barriers
-    num_rows, _, blocks, first = sizes
+    num_rows, _, blocks = sizes
+    layout: gl.constexpr = outlier_rows.layout
     segments = work[5]
+    # The following kernel may take what room there is beside this one and fetch its first weights; it waits by itself.
+    tl.extra.cuda.gdc_launch_dependents()
     ahead = 0
     if EARLY:
         # Weights do not depend on the preceding kernel; activations do.
-        _, row, token, begin, end = _segment(0, work, BLOCK_M, BLOCK_N, SHARED)
+        _, row, token, begin, end = _segment(0, work, BLOCK_M, BLOCK_N, PERSISTENT)
         ahead = gl.maximum(gl.minimum(gl.minimum(end, blocks) - begin, STAGES), 0)
         for i in range(ahead):
-            _fetch(
-                x_tokens, words_rows, scales, stages, ready.index(i), i, begin + i, num_rows, row, token, first,
-                "words", GROUPS,
-            )  # fmt: skip
+            _fetch(sources, stages, ready.index(i), i, begin + i, num_rows, row, token, "words", GROUPS)
         tl.extra.cuda.gdc_wait()
         for i in range(ahead):
-            _fetch(
-                x_tokens, words_rows, scales, stages, ready.index(i), i, begin + i, num_rows, row, token, first,
-                "activations", GROUPS,
-            )  # fmt: skip
+            _fetch(sources, stages, ready.index(i), i, begin + i, num_rows, row, token, "activations", GROUPS)
     else:
         tl.extra.cuda.gdc_wait()
     slot = gl.where(ahead == STAGES, 0, ahead)
     phase = gl.where(ahead == STAGES, 0, 1)
-    for segment in range(segments if SHARED else 1):
-        _, row, token, begin, end = _segment(segment, work, BLOCK_M, BLOCK_N, SHARED)
+    for segment in range(segments if PERSISTENT else 1):
+        _, row, token, begin, end = _segment(segment, work, BLOCK_M, BLOCK_N, PERSISTENT)
         next_block = begin
         if EARLY:
             next_block += gl.where(segment == 0, ahead, 0)
         for block in range(next_block, gl.minimum(end, blocks)):
             mbarrier.wait(free.index(slot), phase)
-            _fetch(
-                x_tokens, words_rows, scales, stages, ready.index(slot), slot, block, num_rows, row, token, first,
-                "both", GROUPS,
-            )  # fmt: skip
+            _fetch(sources, stages, ready.index(slot), slot, block, num_rows, row, token, "both", GROUPS)
             slot, phase = _advance(slot, phase, STAGES)
         for step in range(gl.maximum(begin, blocks), end):
             mbarrier.wait(free.index(slot), phase)
@@ -374,102 +458,124 @@ def _produce(
             )
             mbarrier.expect(ready.index(slot), outlier_rows.block_type.nbytes + x_tokens.block_type.nbytes)
             tma.async_copy_global_to_shared(outlier_rows, [row, channel], ready.index(slot), columns)
-            tma.async_copy_global_to_shared(x_tokens, [token, channel], ready.index(slot), x0.index(slot))
+            plane = _plane(activations, slot, 0, BLOCK_M, layout)
+            tma.async_copy_global_to_shared(x_tokens, [token, channel], ready.index(slot), plane)
             slot, phase = _advance(slot, phase, STAGES)
-    tl.extra.cuda.gdc_launch_dependents()
 
 
 @gluon.jit
 def _consume(
     stages, barriers, pointers, sizes, work, shares, HAS_BIAS: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr, layout: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr, layout: gl.constexpr,
     OUTLIER_DTYPE: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """The multiplying warps: words to weights to sums, then the tile's epilogue."""
-    _, row_factors, bias, _, _, _ = pointers
+    row_factors, bias, _, _, _ = pointers
     num_rows = sizes[0]
     steps = work[2]
     segments = work[5]
     slot = 0
     phase = 0
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
-    for segment in range(segments if SHARED else 1):
-        tile, row, token, begin, end = _segment(segment, work, BLOCK_M, BLOCK_N, SHARED)
+    for segment in range(segments if PERSISTENT else 1):
+        tile, row, token, begin, end = _segment(segment, work, BLOCK_M, BLOCK_N, PERSISTENT)
         # Asked for before the main loop, which hides how long they take.
         rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma)), num_rows - 1)
-        factors = gl.load(row_factors + rows)
+        factors = gl.load(row_factors + rows).to(gl.float32)
         row_bias = factors
         if HAS_BIAS:
             row_bias = gl.load(bias + rows)
         total, slot, phase = _multiply(
-            stages, barriers, pointers, sizes, begin, end, row, slot, phase, factors, GROUPS, BLOCK_M, BLOCK_N, STAGES,
-            layout, OUTLIER_DTYPE, NUM_WARPS,
+            stages, barriers, sizes, begin, end, slot, phase, factors, GROUPS, BLOCK_M, BLOCK_N, STAGES, layout,
+            OUTLIER_DTYPE, NUM_WARPS,
         )  # fmt: skip
         tl.extra.cuda.gdc_wait()  # nothing is written while the preceding kernel may still read it
         _finish(
             total, pointers, sizes, begin, end, row, token, tile, steps, shares, row_bias, HAS_BIAS, BLOCK_M, BLOCK_N,
-            SHARED, NUM_WARPS,
+            PERSISTENT, NUM_WARPS,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    stages, barriers, pointers, sizes, begin, end, row, slot, phase, factors, GROUPS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
+    stages, barriers, sizes, begin, end, slot, phase, factors, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, layout: gl.constexpr,
     OUTLIER_DTYPE: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Sum of a tile's steps from ``begin`` to ``end``, and where the ring of stages stands after them."""
-    x0, x1, x2, x3, tiles = stages
+    activations, tiles, scale_tiles = stages
     ready, free = barriers
-    scales = pointers[0]
-    num_rows, _, blocks, _ = sizes
+    blocks = sizes[2]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    DTYPE: gl.constexpr = x0.dtype
+    rows: gl.constexpr = gl.SliceLayout(1, left)
+    DTYPE: gl.constexpr = activations.dtype
+    PLANES: gl.constexpr = activations.shape[1]
     middle = gl.minimum(end, blocks)
 
-    scale_rows = scales + gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, left)), num_rows - 1)
-    bits = gl.load(scale_rows + (gl.minimum(begin, blocks - 1) * num_rows if GROUPS > 0 else 0))
     acc = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma))
     before = 0
     for block in range(begin, middle):
-        s0, offset0 = _scale(bits, 0, GROUPS, DTYPE)
-        s1, offset1 = _scale(bits, 1, GROUPS, DTYPE)
-        s2, offset2 = _scale(bits, 2, GROUPS, DTYPE)
-        s3, offset3 = _scale(bits, 3, GROUPS, DTYPE)
-        if GROUPS > 0:
-            bits = gl.load(scale_rows + gl.minimum(block + 1, middle - 1) * num_rows)
         mbarrier.wait(ready.index(slot), phase)
         words = tiles.index(slot).load(left)
-        weights = _low_plane(words, s0, offset0)
-        acc = warpgroup_mma(weights, x0.index(slot).permute([1, 0]), acc, is_async=True)
-        # At most one plane in flight keeps large tiles within their registers; two hide more latency for small ones.
-        # Either way the preceding stage has been multiplied by the time it is handed back.
-        if BLOCK_M > 16:
+        if PLANES == 2:
+            acc = warpgroup_mma(
+                _bytes(words, DTYPE), _plane(activations, slot, 0, BLOCK_M, layout).permute([1, 0]), acc, is_async=True
+            )
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
             mbarrier.arrive(free.index(before), pred=block > begin)
-        weights = _high_plane(words, s1, offset1)
-        acc = warpgroup_mma(weights, x1.index(slot).permute([1, 0]), acc, is_async=True)
-        if BLOCK_M > 16:
+            weights = _bytes(_upper_codes(words), DTYPE)
+            acc = warpgroup_mma(
+                weights, _plane(activations, slot, 1, BLOCK_M, layout).permute([1, 0]), acc, is_async=True
+            )
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
         else:
-            acc = warpgroup_mma_init(warpgroup_mma_wait(2, [acc]))
-            mbarrier.arrive(free.index(before), pred=block > begin)
-        words = _upper_codes(words)
-        weights = _low_plane(words, s2, offset2)
-        acc = warpgroup_mma(weights, x2.index(slot).permute([1, 0]), acc, is_async=True)
-        if BLOCK_M > 16:
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
-        weights = _high_plane(words, s3, offset3)
-        acc = warpgroup_mma(weights, x3.index(slot).permute([1, 0]), acc, is_async=True)
-        if BLOCK_M > 16:
-            acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+            if GROUPS > 0:
+                flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+                bits = scale_tiles.index(slot)._reinterpret(scale_tiles.dtype, [BLOCK_N], flat).load(rows)
+            else:
+                bits = gl.full([BLOCK_N], ROW_SCALE_BITS, gl.int16, rows)
+            s0, offset0 = _scale(bits, 0, GROUPS, DTYPE)
+            s1, offset1 = _scale(bits, 1, GROUPS, DTYPE)
+            s2, offset2 = _scale(bits, 2, GROUPS, DTYPE)
+            s3, offset3 = _scale(bits, 3, GROUPS, DTYPE)
+            weights = _low_plane(words, s0, offset0)
+            acc = warpgroup_mma(
+                weights, _plane(activations, slot, 0, BLOCK_M, layout).permute([1, 0]), acc, is_async=True
+            )
+            # At most one plane in flight keeps large tiles within their registers; two hide more latency for small
+            # ones. Either way the preceding stage has been multiplied by the time it is handed back.
+            if BLOCK_M > 16:
+                acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+                mbarrier.arrive(free.index(before), pred=block > begin)
+            weights = _high_plane(words, s1, offset1)
+            acc = warpgroup_mma(
+                weights, _plane(activations, slot, 1, BLOCK_M, layout).permute([1, 0]), acc, is_async=True
+            )
+            if BLOCK_M > 16:
+                acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+            else:
+                acc = warpgroup_mma_init(warpgroup_mma_wait(2, [acc]))
+                mbarrier.arrive(free.index(before), pred=block > begin)
+            words = _upper_codes(words)
+            weights = _low_plane(words, s2, offset2)
+            acc = warpgroup_mma(
+                weights, _plane(activations, slot, 2, BLOCK_M, layout).permute([1, 0]), acc, is_async=True
+            )
+            if BLOCK_M > 16:
+                acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
+            weights = _high_plane(words, s3, offset3)
+            acc = warpgroup_mma(
+                weights, _plane(activations, slot, 3, BLOCK_M, layout).permute([1, 0]), acc, is_async=True
+            )
+            if BLOCK_M > 16:
+                acc = warpgroup_mma_init(warpgroup_mma_wait(1, [acc]))
         before = slot
         slot, phase = _advance(slot, phase, STAGES)
     acc = warpgroup_mma_wait(0, [acc])
     mbarrier.arrive(free.index(before), pred=begin < middle)
 
-    if DTYPE == gl.bfloat16:
+    if DTYPE == gl.bfloat16 and PLANES == 4:
         factors *= 0.125
     acc = warpgroup_mma_init(acc * factors[:, None])
     for _ in range(gl.maximum(begin, blocks), end):
@@ -477,7 +583,7 @@ def _multiply(
         columns = tiles.index(slot)._reinterpret(OUTLIER_DTYPE, [BLOCK_N, 64], layout)
         if OUTLIER_DTYPE != DTYPE:
             columns = columns.load(left).to(DTYPE)
-        acc = warpgroup_mma(columns, x0.index(slot).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma(columns, _plane(activations, slot, 0, BLOCK_M, layout).permute([1, 0]), acc, is_async=True)
         acc = warpgroup_mma_init(warpgroup_mma_wait(0, [acc]))
         mbarrier.arrive(free.index(slot))
         slot, phase = _advance(slot, phase, STAGES)
@@ -515,11 +621,11 @@ def _row_layout(block_n, block_m, num_warps):
 @gluon.jit
 def _finish(
     total, pointers, sizes, begin, end, row, token, tile, steps, shares, row_bias, HAS_BIAS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SHARED: gl.constexpr, NUM_WARPS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PERSISTENT: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """Write a tile, or a part of it, and the tile if all its other parts are there."""
-    _, _, _, y, parts, arrivals = pointers
-    num_rows, num_tokens, _, _ = sizes
+    _, _, y, parts, arrivals = pointers
+    num_rows, num_tokens, _ = sizes
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, BLOCK_M, 16])
     SIZE: gl.constexpr = BLOCK_N * BLOCK_M
     tile_rows = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, mma))
@@ -527,7 +633,7 @@ def _finish(
     split, _, _ = shares
     program = gl.program_id(0)
     # Parts of a tile lie ``distance`` slots apart from ``first_slot`` on; ``count`` of them.
-    if SHARED:
+    if PERSISTENT:
         # A program leaves at most two parts: one of a tile that it enters in the middle, one of a tile that it leaves.
         first = _share_of(tile * steps, shares)
         count = gl.where(end - begin == steps, 1, _share_of(tile * steps + steps - 1, shares) - first + 1)
@@ -581,29 +687,29 @@ def _finish(
 
 # Compiling again for these arguments when they are 1 or divisible by 16 would not make faster code, only more of it.
 _UNSPECIALIZED = (
-    "num_tokens", "blocks", "steps", "split", "per_share", "longer", "shared_tiles", "waves", "token_tiles"
+    "num_tokens", "blocks", "steps", "split", "per_share", "longer", "shared_tiles", "num_tiles", "token_tiles"
 )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_UNSPECIALIZED)
-def int4_linear_kernel(
-    x_tokens, words_rows, outlier_rows, scales, row_factors, bias, y, parts, arrivals,
-    num_tokens, num_rows, first, blocks, steps, split, per_share, longer, shared_tiles, waves, token_tiles,
-    HAS_BIAS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, EARLY: gl.constexpr, SHARED: gl.constexpr,
+def linear_kernel(
+    x_planes, x_tokens, words_rows, outlier_rows, scale_rows, row_factors, bias, y, parts, arrivals,
+    num_tokens, num_rows, blocks, steps, split, per_share, longer, shared_tiles, num_tiles, token_tiles,
+    HAS_BIAS: gl.constexpr, BITS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, EARLY: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """A program's share of the steps of y.T's tiles; token tiles vary fastest, so that weights stay in L2.
 
-    With SHARED a program takes its equal share of the first ``shared_tiles`` tiles' steps, then ``waves`` whole tiles;
-    otherwise part ``program % split`` of tile ``program // split``.
+    With PERSISTENT a program takes its equal share of the first ``shared_tiles`` tiles' steps, then every
+    ``num_programs``-th of the other tiles; otherwise part ``program % split`` of tile ``program // split``.
     """
     program = gl.program_id(0)
     shares = (split, per_share, longer)
-    if SHARED:
+    if PERSISTENT:
         first_step = _share_begin(program, shares)
         last_step = _share_begin(program + 1, shares)
         shared_segments = gl.where(last_step > first_step, (last_step - 1) // steps - first_step // steps + 1, 0)
-        segments = shared_segments + waves
+        segments = shared_segments + gl.maximum(gl.cdiv(num_tiles - shared_tiles - program, gl.num_programs(0)), 0)
     else:
         end_of_tile = (program // split + 1) * steps
         first_step = end_of_tile - steps + program % split * per_share
@@ -611,21 +717,19 @@ def int4_linear_kernel(
         shared_segments = 1
         segments = 1
     work = (first_step, last_step, steps, token_tiles, shared_segments, segments, shared_tiles)
-    sizes = (num_rows, num_tokens, blocks, first)
+    sizes = (num_rows, num_tokens, blocks)
 
     tiles = gl.allocate_shared_memory(gl.int16, [STAGES, BLOCK_N, 64], words_rows.layout)
-    x0 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
-    x1 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
-    x2 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
-    x3 = gl.allocate_shared_memory(x_tokens.dtype, [STAGES, BLOCK_M, 64], x_tokens.layout)
+    activations = gl.allocate_shared_memory(x_planes.dtype, [STAGES, 16 // BITS, BLOCK_M, 64], x_planes.layout)
+    scale_tiles = gl.allocate_shared_memory(scale_rows.dtype, [STAGES, BLOCK_N], scale_rows.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    stages = (x0, x1, x2, x3, tiles)
+    stages = (activations, tiles, scale_tiles)
     barriers = (ready, free)
-    pointers = (scales, row_factors, bias, y, parts, arrivals)
+    pointers = (row_factors, bias, y, parts, arrivals)
     layout: gl.constexpr = outlier_rows.layout
     OUTLIER_DTYPE: gl.constexpr = outlier_rows.dtype
     NUM_WARPS: gl.constexpr = gl.num_warps()
@@ -633,13 +737,13 @@ def int4_linear_kernel(
         [
             (
                 _consume,
-                (stages, barriers, pointers, sizes, work, shares, HAS_BIAS, GROUPS, BLOCK_M, BLOCK_N, STAGES, SHARED,
-                 layout, OUTLIER_DTYPE, NUM_WARPS),
+                (stages, barriers, pointers, sizes, work, shares, HAS_BIAS, GROUPS, BLOCK_M, BLOCK_N, STAGES,
+                 PERSISTENT, layout, OUTLIER_DTYPE, NUM_WARPS),
             ),
             (
                 _produce,
-                ((x_tokens, words_rows, outlier_rows, scales), stages, barriers, sizes, work, GROUPS, BLOCK_M, BLOCK_N,
-                 STAGES, EARLY, SHARED),
+                ((x_planes, x_tokens, words_rows, outlier_rows, scale_rows), stages, barriers, sizes, work, GROUPS,
+                 BLOCK_M, BLOCK_N, STAGES, EARLY, PERSISTENT),
             ),
         ],
         [1],
