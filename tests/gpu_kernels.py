@@ -211,7 +211,7 @@ def check_prefill(device: str, share: slice) -> list[dict]:
 
     rows = []
     cases = itertools.product(PACKED_SHAPES, PACKED_GROUP_SIZES, DTYPES)
-    for shape, group_size, dtype in itertools.islice(cases, share.start, None, share.step):
+    for shape, group_size, dtype in itertools.islice(cases, share.start, share.stop, share.step):
         layer = random_layer(*shape, group_size, device=device)
         packed = pack(layer)
         x = random_activations(130, layer.in_features, dtype, device)
@@ -310,6 +310,37 @@ def check_activations(
         for name, got, expected in cases:
             wanted = torch.where(order < 0, 0, expected[:, order.clamp(min=0).long()])
             rows.append(result(name, f"{width} to {out_width}", dtype, [relative_error(got, wanted)], width))
+        head_dim = width // 3
+        rotary = head_dim // 4 * 2
+        angles = random_activations(3, rotary, torch.float32, device)
+        heads = x.double()[:, : 2 * head_dim].unflatten(1, (2, head_dim))
+        x1, x2, rest = heads.split((rotary // 2, rotary // 2, head_dim - rotary), -1)
+        cos1, cos2 = angles.double().cos()[:, None].chunk(2, -1)
+        sin1, sin2 = angles.double().sin()[:, None].chunk(2, -1)
+        wanted = torch.cat((x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, rest), -1).flatten(1)
+        wanted = torch.cat((wanted, x.double()[:, 2 * head_dim :]), 1)
+        got = activations.rope(x.clone(), angles.cos(), angles.sin(), 2, head_dim)
+        rows.append(result("rope", f"2 heads of {head_dim}", dtype, [relative_error(got, wanted)], 2))
+    return rows
+
+
+def check_next_token(device: str, share: slice) -> list[dict]:
+    """The most likely token, and draws whose frequencies are the softmax's within four standard deviations."""
+    from otf_kernels import tokens as next_token
+
+    rows = []
+    for dtype, vocabulary in list(itertools.product(DTYPES, (5, 8193, 128256)))[share]:
+        logits = random_activations(33, vocabulary, dtype, device)
+        wrong = next_token.argmax(logits) != (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
+        rows.append(result("argmax", f"{vocabulary}", dtype, [float(wrong.sum())], 1))
+        draws = 20000
+        logits = torch.zeros(draws, vocabulary if vocabulary < 10 else 5, dtype=dtype, device=device)
+        logits[:, 0] = 1.0
+        heat = torch.full((draws,), 0.7, device=device)
+        first = next_token.sample(logits, heat, torch.arange(draws, device=device)) == 0
+        likely = float((logits[0].double() / 0.7).softmax(0)[0])
+        off = abs(float(first.double().mean()) - likely) / math.sqrt(likely * (1 - likely) / draws)
+        rows.append(result("sample", f"{vocabulary}", dtype, [0.0 if off < 4 else math.inf], 1))
     return rows
 
 
@@ -333,6 +364,7 @@ def compile_all() -> int:
     from triton.compiler import ASTSource
 
     from otf_kernels import activations, int4_portable, int4_prefill, int8_embedding
+    from otf_kernels import tokens as next_token
 
     count = 0
 
@@ -378,8 +410,15 @@ def compile_all() -> int:
         lone = {"x": x, "y": x, "gate_up": x, "residual": x, "normalised": x, "total": x, "weight": x, "order": "*i32"}
         lone |= {"eps": "fp32", "offset": "fp32"}
         ordered = {"HAS_ORDER": True, "BLOCK": 1024}
+        early = {"EARLY": True}
+        ordered |= early
         compile_kernel(activations.silu_mul_kernel, lone, ordered)
-        compile_kernel(activations.arrange_kernel, lone, {"BLOCK": 1024})
+        compile_kernel(activations.arrange_kernel, lone, {"BLOCK": 1024} | early)
+        tables = {"qkv": x, "cos": x, "sin": "*fp32"}
+        compile_kernel(activations.rope_kernel, tables, {"BLOCK": 64} | early)
+        drawn = {"logits": x, "temperature": "*fp32", "seeds": "*i64", "tokens": "*i64"}
+        drawing = {"SAMPLE": True, "BLOCK": next_token.BLOCK}
+        compile_kernel(next_token.pick_kernel, drawn, drawing | early, num_warps=16)
         ordered |= {"HAS_RESIDUAL": True, "ROUND_TO_BF16": False, "BLOCK_OUT": 2048}
         compile_kernel(activations.rms_norm_kernel, lone, ordered)
         for per_block in (0, 1, 2, 4):
@@ -388,6 +427,11 @@ def compile_all() -> int:
             compile_kernel(int4_prefill.dequantize_kernel, types_4bit, constants)
     # Other generations, with the tiles that a launch chooses there: they must fit the shared memory.
     for capability, shared_memory in OTHER_CAPABILITIES.items():
+        early = {"EARLY": capability >= 90}
+        ordered |= early
+        compile_kernel(activations.rms_norm_kernel, lone, ordered, capability)
+        compile_kernel(activations.rope_kernel, tables, {"BLOCK": 64} | early, capability)
+        compile_kernel(next_token.pick_kernel, drawn, drawing | early, capability, num_warps=16)
         for block_m, block_n, num_warps, num_stages in int4_portable.HALF_TILES:
             pointers = dict.fromkeys(("x", "y", "outliers"), "*bf16") | {"words": "*i16", "scales": "*fp16"}
             pointers |= dict.fromkeys(("row_factors", "bias", "parts"), "*fp32") | {"perm": "*i16", "arrivals": "*i32"}
@@ -481,12 +525,13 @@ def check_odd_shape(device: str) -> list[dict]:
     expected = reference.int8_embedding(ids, table.codes, table.scales, torch.float64)
     rows.append(result("int8_embedding", table.name, torch.float16, [relative_error(y, expected)], 1))
     rows += [*check_activations(device, slice(0, 1), ((77, 83),)), *check_prefill(device, slice(24, 27))]
-    return rows
+    return [*rows, *check_next_token(device, slice(1, 9, 3))]
 
 
 def check_share(share: slice) -> list[dict]:
     """Every ``share.step``-th case from ``share.start``; what cannot be shared out goes with the first."""
     rows = [*check_grid("cuda", share), *check_activations("cuda", share), *check_prefill("cuda", share)]
+    rows += check_next_token("cuda", share)
     if torch.cuda.get_device_capability()[0] == 9:
         rows += check_packed("cuda", share)
     elif share.start == 0:

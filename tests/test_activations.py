@@ -121,3 +121,68 @@ def test_misfits_are_named(call, message):
     x, weight = torch.randn(8, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with pytest.raises(ValueError, match=message):
         call(x[:2] if "contiguous" not in message else x[:, :4], weight, random_order(8, 8))
+
+
+def rotated(x, cos, sin, num_heads, head_dim):
+    """transformers' formula, in float64."""
+    half = cos.shape[-1] // 2
+    y = x.double()
+    heads = y[..., : num_heads * head_dim].unflatten(-1, (num_heads, head_dim))
+    x1, x2 = heads[..., :half].clone(), heads[..., half : 2 * half].clone()
+    cos, sin = cos.double()[..., None, :], sin.double()[..., None, :]
+    heads[..., :half] = x1 * cos[..., :half] - x2 * sin[..., :half]
+    heads[..., half : 2 * half] = x2 * cos[..., half:] + x1 * sin[..., half:]
+    return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "rotary"), [(1, 2, 2), (3, 64, 64), (5, 96, 96), (4, 80, 20), (25, 8, 8)]
+)
+def test_rope(dtype, table_dtype, num_heads, head_dim, rotary):
+    values = 10  # channels behind the rotated heads
+    qkv = random(2, 3, num_heads * head_dim + values, dtype=dtype)
+    angles = random(2, 3, rotary, dtype=torch.float32, seed=1) * 3
+    cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
+    expected = rotated(qkv, cos, sin, num_heads, head_dim)
+    before = qkv.clone()
+    assert activations.rope(qkv, cos, sin, num_heads, head_dim) is qkv
+    torch.testing.assert_close(qkv.double(), expected, rtol=torch.finfo(dtype).eps, atol=2e-6)
+    rest = torch.ones(qkv.shape[-1], dtype=torch.bool, device=qkv.device)
+    for head in range(num_heads):
+        rest[head * head_dim : head * head_dim + rotary] = False
+    assert torch.equal(qkv[..., rest], before[..., rest])
+
+
+def test_rope_is_transformers_s():
+    """Against the library's own function, on heads as its Llama models have them."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k = random(2, 4, 5, 16, dtype=torch.float32), random(2, 2, 5, 16, dtype=torch.float32, seed=1)
+    angles = random(2, 5, 8, dtype=torch.float32, seed=2).repeat(1, 1, 2)
+    rotated_q, rotated_k = apply_rotary_pos_emb(q, k, angles.cos(), angles.sin())
+    qkv = torch.cat((q, k), 1).transpose(1, 2).reshape(2, 5, -1).contiguous()
+    activations.rope(qkv, angles.cos().contiguous(), angles.sin().contiguous(), 6, 16)
+    expected = torch.cat((rotated_q, rotated_k), 1).transpose(1, 2).reshape(2, 5, -1)
+    torch.testing.assert_close(qkv, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 5}, "num_heads x head_dim must be 1 to 16 channels, not 5 x 4"),
+        ({"num_heads": 0}, "num_heads x head_dim"),
+        ({"cos": torch.ones(2, 6)}, r"cos must have an even number of channels from 2 to 4, not shape \[2, 6\]"),
+        ({"cos": torch.ones(2, 3)}, "cos must have an even number"),
+        ({"cos": torch.ones(3, 4)}, r"cos must have shape \[2, 4\], not \[3, 4\]"),
+        ({"sin": torch.ones(2, 2)}, r"sin must have shape \[2, 4\], not \[2, 2\]"),
+        ({"sin": torch.ones(2, 4).double()}, "sin must be float16"),
+        ({"qkv": torch.ones(16, 2).T}, "qkv must be contiguous"),
+    ],
+)
+def test_rope_names_misfits(change, message):
+    given = {"qkv": torch.ones(2, 16), "cos": torch.ones(2, 4), "sin": torch.ones(2, 4), "num_heads": 4, "head_dim": 4}
+    given |= change
+    with pytest.raises(ValueError, match=message):
+        activations.rope(**{k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in given.items()})

@@ -25,10 +25,12 @@ def kernel_weights(packed) -> torch.Tensor:
     blocks, num_rows, _ = packed.words.shape
     words = packed.words.int() & 0xFFFF
     scales = packed.scales.double()
-    if scales.dim() == 2:  # groups that planes do not make up
+    if scales.dim() == 2 and packed.group_size:  # groups that planes do not make up
         q = unpack_codes(packed).double()
         columns = scales.repeat_interleave(packed.group_size, 1)[:, : q.shape[1]]
         return q * 2.0**-24 * columns * packed.row_factors.double()[:, None]
+    if packed.group_size == 0:
+        scales = torch.full((1, num_rows, 1), 2.0**14, dtype=torch.float64)
     scales = scales.expand(blocks, -1, -1)
     planes = []
     for plane in range(4):
@@ -98,13 +100,13 @@ def test_arrange():
     x = torch.randn(2, 5, 30)
     arranged = arrange(x, packed, layer.perm)
     stored = x[..., layer.perm.long()]
-    assert arranged.shape == (2, 5, 8 + 32)
+    assert arranged.shape == (2, 5, 8 + 64)
     assert torch.equal(arranged[..., :3], stored[..., :3])
     assert torch.equal(arranged[..., 8:35], stored[..., 3:])
     assert not arranged[..., 3:8].any()
     assert not arranged[..., 35:].any()
-    aligned = packed_of(random_layer(4, 64, 8, 64, permuted=False))
-    x = torch.randn(3, 64)
+    aligned = packed_of(random_layer(4, 72, 8, 64, permuted=False))
+    x = torch.randn(3, 72)
     assert torch.equal(arrange(x, aligned), x)
     with pytest.raises(ValueError, match=r"x must have shape \[\.\.\., 30\], not \[2, 29\]"):
         arrange(torch.randn(2, 29), packed)

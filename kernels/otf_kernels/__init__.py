@@ -1,9 +1,9 @@
 """otf_kernels: Triton kernels that multiply by INT4 and INT8 weights without a dequantised copy in memory.
 
-``int4_linear`` multiplies by a layer that ``int4_layout`` has packed, through ``hopper`` or ``int4_portable``;
-``int8_embedding`` has the embedding and the tied head, ``activations`` what stands between linear layers, ``tuning``
-and ``timing`` measure. ``otf_llm.reference`` says what they must compute. Importing this package does nothing and
-needs no Triton: import the modules for the kernels.
+``int4_linear`` multiplies by a layer that ``int4_layout`` has packed, through ``hopper``, ``int4_portable`` or
+``int4_prefill``; ``int8_embedding`` has the embedding and the tied head, ``activations`` what stands between linear
+layers, ``tokens`` what picks the next token; ``tuning`` and ``timing`` measure. ``otf_llm.reference`` says what they
+must compute. Importing this package does nothing and needs no Triton: import the modules for the kernels.
 
 Without a GPU the kernels run on CPU tensors in Triton's interpreter, slowly. Triton reads ``TRITON_INTERPRET=1`` when a
 kernel is decorated, that is when its module is imported: set it in the environment before anything imports Triton. Set
@@ -54,6 +54,15 @@ def launch_device(kernel, device: torch.device) -> contextlib.AbstractContextMan
             "Triton is imported"
         )
     return contextlib.nullcontext()
+
+
+def early_launch(kernel, device: torch.device) -> dict:
+    """Launch options of a kernel with an EARLY argument, which then may start before the preceding one has ended.
+
+    That is programmatic dependent launch, of Hopper GPUs and later ones. The kernel waits by itself for what it reads.
+    """
+    able = device.type == "cuda" and not is_interpreted(kernel) and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"EARLY": True, "launch_pdl": True} if able and torch.version.hip is None else {"EARLY": False}
 
 
 def interpreter_dtype(kernel, dtype: torch.dtype) -> torch.dtype:

@@ -1,5 +1,8 @@
 """What stands between two linear layers when a model decodes, each in one launch, written in the next layer's order.
 
+On Hopper GPUs and later ones each launch lets the next kernel start beside it, so that a linear layer's first weights
+are on their way before its activations are there.
+
 With an ``order`` (``int4_layout.kernel_order``) the result has a column for each of its entries: the channel that it
 names, or 0 where it is -1. So no gather and no padding is left for the linear layer. Everything is computed in float32
 and rounded once.
@@ -11,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from otf_kernels import ACTIVATION_DTYPES, check_tensor, interpreter_dtype, launch_device
+from otf_kernels import ACTIVATION_DTYPES, check_tensor, early_launch, interpreter_dtype, launch_device
 
 MOST_CHANNELS = 1 << 17  # a program holds a token's channels in registers
 
@@ -56,7 +59,7 @@ def rms_norm(
             *working, weight, weight if order is None else order, width, out_width, eps, offset,
             HAS_RESIDUAL=residual is not None, HAS_ORDER=order is not None, ROUND_TO_BF16=dtype is not x.dtype,
             BLOCK=triton.next_power_of_2(width), BLOCK_OUT=triton.next_power_of_2(out_width),
-            num_warps=_num_warps(max(width, out_width)),
+            num_warps=_num_warps(max(width, out_width)), **early_launch(rms_norm_kernel, x.device),
         )  # fmt: skip
     if dtype is not x.dtype:
         normalised.copy_(working[2])
@@ -90,9 +93,47 @@ def silu_mul(gate_up: torch.Tensor, *, order: torch.Tensor | None = None) -> tor
     with launch_device(silu_mul_kernel, gate_up.device):
         silu_mul_kernel[(gate_up.numel() // width, triton.cdiv(out_width, block))](
             gate_up.to(dtype), y, gate_up if order is None else order, width // 2, out_width,
-            HAS_ORDER=order is not None, BLOCK=block, num_warps=4,
+            HAS_ORDER=order is not None, BLOCK=block, num_warps=4, **early_launch(silu_mul_kernel, out.device),
         )  # fmt: skip
     return out if y is out else out.copy_(y)
+
+
+def rope(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int, head_dim: int) -> torch.Tensor:
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of the first heads, in place: x cos + rotate(x) sin.
+
+    rotate(x) is (-x₂, x₁) for the two halves of a head's first R channels, as transformers' models have it; channels
+    beyond R stay as they are.
+
+    Args:
+        qkv: float16, bfloat16 or float32 [..., W], contiguous: the rotated heads of query and key first, the rest
+            (the values) untouched.
+        cos, sin: float [..., R] for the same tokens, R even and at most head_dim.
+        num_heads: of query and key together.
+        head_dim: channels of a head.
+
+    Returns:
+        qkv.
+
+    Raises ValueError naming the argument whose shape, dtype, device or stride does not fit.
+    """
+    width = _check(qkv, None, "qkv")
+    if num_heads < 1 or head_dim < 1 or num_heads * head_dim > width:
+        raise ValueError(f"num_heads x head_dim must be 1 to {width} channels, not {num_heads} x {head_dim}")
+    rotary = cos.shape[-1] if cos.dim() else 0
+    if rotary % 2 or not 2 <= rotary <= head_dim:
+        raise ValueError(f"cos must have an even number of channels from 2 to {head_dim}, not shape {list(cos.shape)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table, ACTIVATION_DTYPES, (*qkv.shape[:-1], rotary), qkv.device)
+    if qkv.numel() == 0:
+        return qkv
+    dtype = interpreter_dtype(rope_kernel, qkv.dtype)
+    working = [tensor if tensor.dtype is not torch.bfloat16 else tensor.to(dtype) for tensor in (qkv, cos, sin)]
+    with launch_device(rope_kernel, qkv.device):
+        rope_kernel[(qkv.numel() // width, num_heads)](
+            *working, width, head_dim, rotary // 2,
+            BLOCK=triton.next_power_of_2(rotary // 2), num_warps=1, **early_launch(rope_kernel, qkv.device),
+        )  # fmt: skip
+    return qkv if working[0] is qkv else qkv.copy_(working[0])
 
 
 def arrange(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -116,8 +157,9 @@ def arrange(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     block = min(1024, triton.next_power_of_2(order.numel()))
     with launch_device(arrange_kernel, x.device):
         arrange_kernel[(x.numel() // width, triton.cdiv(order.numel(), block))](
-            x.to(dtype), y, order, width, order.numel(), BLOCK=block, num_warps=4
-        )
+            x.to(dtype), y, order, width, order.numel(), BLOCK=block, num_warps=4,
+            **early_launch(arrange_kernel, x.device),
+        )  # fmt: skip
     return out if y is out else out.copy_(y)
 
 
@@ -139,9 +181,12 @@ def _num_warps(channels: int) -> int:
 def rms_norm_kernel(
     x, residual, normalised, total, weight, order, width, out_width, eps, offset,
     HAS_RESIDUAL: tl.constexpr, HAS_ORDER: tl.constexpr, ROUND_TO_BF16: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_OUT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One token. Channels are read again in the new order, from the cache, rather than exchanged between threads."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < width
@@ -178,8 +223,13 @@ def _sum(x, residual, places, wanted, HAS_RESIDUAL: tl.constexpr, ROUND_TO_BF16:
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, y, order, width, out_width, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr):
+def silu_mul_kernel(
+    gate_up, y, order, width, out_width, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):
     """BLOCK channels of one token."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     written = places < out_width
@@ -194,11 +244,35 @@ def silu_mul_kernel(gate_up, y, order, width, out_width, HAS_ORDER: tl.constexpr
 
 
 @triton.jit
-def arrange_kernel(x, y, order, width, out_width, BLOCK: tl.constexpr):
+def arrange_kernel(x, y, order, width, out_width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """BLOCK places of one token."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     written = places < out_width
     channels = tl.load(order + places, mask=written, other=-1)
     value = tl.load(x + token * width + channels, mask=written & (channels >= 0), other=0.0)
     tl.store(y + token * out_width + places, value, mask=written)
+
+
+@triton.jit
+def rope_kernel(qkv, cos, sin, width, head_dim, half, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One head of one token."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < half
+    first = qkv + token * width + tl.program_id(1) * head_dim + lanes
+    x1 = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    x2 = tl.load(first + half, mask=inside, other=0.0).to(tl.float32)
+    place = token * 2 * half + lanes
+    cos1 = tl.load(cos + place, mask=inside, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + place + half, mask=inside, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin + place, mask=inside, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + place + half, mask=inside, other=0.0).to(tl.float32)
+    tl.store(first, (x1 * cos1 - x2 * sin1).to(qkv.dtype.element_ty), mask=inside)
+    tl.store(first + half, (x2 * cos2 + x1 * sin2).to(qkv.dtype.element_ty), mask=inside)

@@ -197,10 +197,10 @@ def launch_int8(
 
 def choose_int8_config(vocabulary: int, num_tokens: int) -> Config:
     """A configuration for a table of so many rows."""
-    block_m = min(MOST_BLOCK_M, max(16, 1 << (num_tokens - 1).bit_length()))
-    if block_m <= 32:
+    block_m = min(MOST_BLOCK_M, max(8, 1 << (num_tokens - 1).bit_length()))
+    if block_m <= 16:
         return Config(block_m, 128, 4, 4, 2, WHOLE_TILES, True)
-    if block_m == 64:
+    if block_m <= 64:
         return Config(block_m, 128, 4, 4, 1, WHOLE_TILES, True)
     return Config(block_m, 256, 8, 2, 1, WHOLE_TILES, True)
 

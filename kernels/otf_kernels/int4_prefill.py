@@ -75,6 +75,7 @@ def dequantize_kernel(
     GROUPS: tl.constexpr, INLINE_PTX: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N rows of one block of 256 columns, or of 256 outlier columns; rows consist of pieces of 8 columns."""
+    block_rows = tl.cast(all_rows, tl.int64)
     first = first_pieces * 8
     width = pieces * 8
     block = tl.program_id(0)
@@ -84,13 +85,13 @@ def dequantize_kernel(
     row_weights = weights + rows.to(tl.int64)[:, None] * width
     if block < blocks:
         lanes = tl.arange(0, 64)
-        packed = tl.load(words + (block * all_rows.to(tl.int64) + read_rows)[:, None] * 64 + lanes[None, :])
+        packed = tl.load(words + (block * block_rows + read_rows)[:, None] * 64 + lanes[None, :])
         factors = tl.load(row_factors + read_rows) * 5.960464477539063e-08  # 2^-24, which row_factors make up for
         for plane in tl.static_range(4):
             if GROUPS == 0:
                 scale = tl.full([BLOCK_N], 16384.0, tl.float16)
             else:
-                scale = tl.load(scales + (block * all_rows.to(tl.int64) + read_rows) * GROUPS + (plane * GROUPS) // 4)
+                scale = tl.load(scales + (block * block_rows + read_rows) * GROUPS + (plane * GROUPS) // 4)
             q = codes_of_plane(packed, plane, tl.float16, INLINE_PTX).to(tl.float32)
             columns = first + block * 256 + plane * 64 + lanes
             tl.store(
