@@ -31,7 +31,7 @@ def kernel_weights(packed) -> torch.Tensor:
         return q * 2.0**-24 * columns * packed.row_factors.double()[:, None]
     if packed.group_size == 0:
         scales = torch.full((1, num_rows, 1), 2.0**14, dtype=torch.float64)
-    scales = scales.expand(blocks, -1, -1)
+    scales = scales[:, :num_rows].expand(blocks, -1, -1)
     planes = []
     for plane in range(4):
         nibble = (words >> 4 * plane) & 0xF

@@ -15,7 +15,6 @@ times 2^-133, the smallest one, as they are times 2^-24 in float16. Scales round
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -30,104 +29,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from otf_kernels.int4_layout import (
-    BLOCK,
-    MOST_TOKEN_TILES,
-    PLANE,
-    ROW_SCALE_EXPONENT,
-    PackedInt4,
-    scales_per_block,
+from otf_kernels.hopper_config import (
+    EQUAL_SHARES,
+    WHOLE_TILES,
+    Config,
+    check_config,
+    choose_config,
+    choose_int8_config,
+    num_steps,
 )
+from otf_kernels.int4_layout import PLANE, ROW_SCALE_EXPONENT, PackedInt4, scales_per_block
 from otf_kernels.tuning import tuned_config
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.7 renamed it
 
-REGISTERS = 65536  # of a multiprocessor
-MOST_REGISTERS = 240  # a thread may have 255; the compiler keeps some
 PRODUCER_REGISTERS = gl.constexpr(24)
-PRODUCER_WARPS = 4  # one works, and registers are handed out to four at a time
-SHARED_MEMORY = 227 * 1024  # bytes of a multiprocessor that programs may use
-RESERVED_SHARED_MEMORY = 1280  # of each program: barriers, and what CUDA takes
 ROW_SCALE_BITS = gl.constexpr(ROW_SCALE_EXPONENT + 15 << 10)  # of float16
-MOST_GROUPS = 4  # scales of a row in a stage
-MOST_SPLIT = 16
-EQUAL_SHARES = 0  # instead of a split
-WHOLE_TILES = -1
-MOST_BLOCK_M = 128
-
-
-@dataclass(frozen=True)
-class Config:
-    """How a launch is cut up.
-
-    block_m: tokens of a tile, 8, 16, 32, 64 or 128.
-    block_n: output features of a tile, 64 for every four warps or a multiple of that.
-    num_warps: warps that multiply, 4 or 8.
-    num_stages: stages of 256 channels in shared memory.
-    programs_per_sm: programs that shall fit a multiprocessor at a time.
-    split: programs that share a tile's channels, 1 when tokens take more than MOST_TOKEN_TILES tiles. WHOLE_TILES (-1)
-        for programs_per_sm programs a multiprocessor that take one tile after another, EQUAL_SHARES (0) for as many
-        that take whole tiles and, unless those come out even, an equal share of the rest (data-parallel with a two-tile
-        stream-K wave: Osama et al. 2023, arXiv:2301.03598).
-    early: fetch the first stages' weights before the preceding kernel has finished (programmatic dependent launch);
-        where programs take half of a multiprocessor, they do so while the preceding kernel's are at work.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int
-    split: int
-    early: bool
-
-    @property
-    def shared_memory(self) -> int:
-        stages = self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m + MOST_GROUPS * self.block_n)
-        rearranged = self.num_warps * 2 * 16 * min(16, self.block_m)  # part of y on its way to memory
-        return stages + rearranged + RESERVED_SHARED_MEMORY
-
-    @property
-    def fits(self) -> bool:
-        """Whether as many programs as wanted fit a multiprocessor's shared memory."""
-        return self.shared_memory * self.programs_per_sm <= SHARED_MEMORY
-
-    @property
-    def registers(self) -> int:
-        """Of a thread at the launch; the multiplying warps then take the producer's."""
-        threads = 32 * (self.num_warps + PRODUCER_WARPS) * self.programs_per_sm
-        return min(MOST_REGISTERS, REGISTERS // threads // 8 * 8)
-
-
-def choose_config(packed: PackedInt4, num_tokens: int, num_sms: int) -> Config:
-    """A configuration that needs no tuning."""
-    num_rows = packed.out_features
-    block_m = min(MOST_BLOCK_M, max(8, 1 << (num_tokens - 1).bit_length()))
-    weights = num_rows * packed.in_features
-    if block_m <= 16:
-        # Long rows of work keep memory busy by themselves; short ones start while the preceding kernel ends.
-        large = weights >= 60_000_000
-        shape = (128, 4, 3, 2, False) if large else (64, 4, 3, 3, True)
-    elif block_m <= 64:
-        if weights >= 60_000_000:
-            shape = (256, 8, 3, 1, True) if num_rows >= 8192 else (128, 8, 3, 1, True)
-        else:
-            shape = (128, 8, 3, 1, True) if weights >= 20_000_000 else (64, 4, 3, 1, True)
-    else:
-        shape = (256, 8, 2, 1, True) if num_rows >= 8192 and weights >= 60_000_000 else (64, 4, 3, 1, True)
-    block_n, num_warps, num_stages, programs_per_sm, early = shape
-    steps = num_steps(packed)
-    tiles = -(-num_rows // block_n) * -(-num_tokens // block_m)
-    split = 1
-    if -(-num_tokens // block_m) <= MOST_TOKEN_TILES:
-        split = max(1, min(programs_per_sm * num_sms // tiles, steps, MOST_SPLIT))
-        split = -(-steps // -(-steps // split))  # no program without a step
-    return Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, early)
-
-
-def num_steps(packed: PackedInt4) -> int:
-    """Steps of the main loop: 256 background channels each, then 64 outlier columns each."""
-    return packed.words.shape[0] + -(-packed.aligned_outliers // PLANE)
 
 
 @functools.cache
@@ -179,9 +96,9 @@ def launch_int8(
 
     Raises ValueError when the configuration does not fit.
     """
-    vocabulary, width = codes.shape
+    width = codes.shape[1]
     tokens = x.reshape(-1, width)
-    config = config or choose_int8_config(vocabulary, tokens.shape[0])
+    config = config or choose_int8_config(tokens.shape[0])
     if config.split not in (1, WHOLE_TILES):
         raise ValueError(f"config.split must be 1 or {WHOLE_TILES} for a table, not {config.split}")
     # A word holds two neighbouring columns; so a plane is every second column of 128.
@@ -195,16 +112,6 @@ def launch_int8(
     )  # fmt: skip
 
 
-def choose_int8_config(vocabulary: int, num_tokens: int) -> Config:
-    """A configuration for a table of so many rows."""
-    block_m = min(MOST_BLOCK_M, max(8, 1 << (num_tokens - 1).bit_length()))
-    if block_m <= 16:
-        return Config(block_m, 128, 4, 4, 2, WHOLE_TILES, True)
-    if block_m <= 64:
-        return Config(block_m, 128, 4, 4, 1, WHOLE_TILES, True)
-    return Config(block_m, 256, 8, 2, 1, WHOLE_TILES, True)
-
-
 def _start(
     config, out, planes, tokens, words, outliers, scales, row_factors, bias, arrivals, *, blocks, steps, groups, bits
 ):
@@ -214,7 +121,7 @@ def _start(
     the outliers, which take the steps beyond ``blocks``. For 8 bits a row of words holds all of an output feature.
     """
     num_tokens, num_rows = len(planes), out.shape[-1]
-    _check_config(config, num_tokens)
+    check_config(config, num_tokens)
     token_tiles = -(-num_tokens // config.block_m)
     tiles = token_tiles * -(-num_rows // config.block_n)
     split = config.split
@@ -269,26 +176,6 @@ def _start(
             launch_pdl=True,
         )  # fmt: skip
     return out
-
-
-def _check_config(config: Config, num_tokens: int) -> None:
-    if config.block_m not in (8, 16, 32, 64, 128):
-        raise ValueError(f"config.block_m must be 8, 16, 32, 64 or 128, not {config.block_m}")
-    if config.num_warps not in (4, 8) or config.block_n not in (16 * config.num_warps, 32 * config.num_warps):
-        raise ValueError(
-            f"config must have 4 or 8 warps and 16 or 32 output features a warp, not num_warps {config.num_warps} and "
-            f"block_n {config.block_n}"
-        )
-    if config.num_stages < 2 or not config.fits:
-        raise ValueError(
-            f"config.num_stages must be at least 2 and fit {SHARED_MEMORY} bytes of shared memory, not "
-            f"{config.num_stages} ({config.programs_per_sm} x {config.shared_memory} bytes)"
-        )
-    if config.split < WHOLE_TILES or (config.split > 1 and num_tokens > MOST_TOKEN_TILES * config.block_m):
-        raise ValueError(
-            f"config.split must be at least -1, and at most 1 when tokens take over {MOST_TOKEN_TILES} tiles, not "
-            f"{config.split}"
-        )
 
 
 @gluon.jit
@@ -377,7 +264,8 @@ def _fetch(sources, stages, ready, slot, block, num_rows, row, token, PART: gl.c
         else:
             tma.async_copy_global_to_shared(words_rows, [block * num_rows + row, 0], ready, tiles.index(slot))
         if GROUPS > 0:
-            tma.async_copy_global_to_shared(scale_rows, [block * num_rows + row], ready, scale_tiles.index(slot))
+            begin = block * ((num_rows + 7) // 8 * 8) + row
+            tma.async_copy_global_to_shared(scale_rows, [begin], ready, scale_tiles.index(slot))
     if PART != "words":
         tma.async_copy_global_to_shared(x_planes, [block * PLANES, token, 0], ready, activations.index(slot))
 

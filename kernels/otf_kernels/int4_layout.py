@@ -38,8 +38,9 @@ class PackedInt4:
     """An INT4 layer as the kernels read it; K_b = in_features - num_outliers background columns, B = ceil(K_b / 256).
 
     words: int16 [B, N, 64], see the module's text.
-    scales: float16, S of every group: [B, N, G] where a block holds G groups (``scales_per_block``), and
-        [N, ceil(K_b / group_size)] for a group size of another kind. Empty with group_size 0, where S is 2^14.
+    scales: float16, S of every group: [B, N rounded up to a multiple of 8, G] where a block holds G groups
+        (``scales_per_block``), so that the copy engine can start at any block, and [N, ceil(K_b / group_size)] for a
+        group size of another kind. Empty with group_size 0, where S is 2^14.
     row_factors: float32 [N], 2^24 over the row's power of two; with group_size 0 that times the row's scale.
     outliers: float16 or bfloat16 [N, A], A = num_outliers rounded up to a multiple of 8; zeros beyond num_outliers.
     bias: float32 [N] or None.
@@ -144,6 +145,7 @@ def pack_layer(
         wanted = blocks * groups_per_block
         normalised = torch.nn.functional.pad(normalised[:, :wanted], (0, max(0, wanted - normalised.shape[1])))
         normalised = normalised.view(num_rows, blocks, groups_per_block).transpose(0, 1)
+        normalised = torch.nn.functional.pad(normalised, (0, 0, 0, align(num_rows) - num_rows))
     return PackedInt4(
         words=_pack_words(codes, num_columns, blocks),
         scales=normalised.contiguous(),

@@ -199,6 +199,7 @@ def int4_portable_kernel(
     lanes = tl.arange(0, 64)
     acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     block_rows = tl.cast(num_rows, tl.int64)
+    scale_rows = (block_rows + 7) // 8 * 8
     begin = part * blocks_per_part
     for block in range(begin, tl.minimum(begin + blocks_per_part, blocks)):
         packed = tl.load(words + (block * block_rows + read_rows)[:, None] * 64 + lanes[None, :])
@@ -222,7 +223,7 @@ def int4_portable_kernel(
             else:
                 group = tl.dot(q, value, group, input_precision="ieee")
                 if (plane + 1) * GROUPS % 4 == 0:
-                    place = (block * block_rows + read_rows) * GROUPS + (plane * GROUPS) // 4
+                    place = (block * scale_rows + read_rows) * GROUPS + (plane * GROUPS) // 4
                     acc += group * tl.load(scales + place).to(tl.float32)[:, None]
                     group = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     factors = tl.load(row_factors + read_rows) * 5.960464477539063e-08  # 2^-24, which row_factors make up for

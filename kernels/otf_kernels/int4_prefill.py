@@ -76,6 +76,7 @@ def dequantize_kernel(
 ):  # fmt: skip
     """BLOCK_N rows of one block of 256 columns, or of 256 outlier columns; rows consist of pieces of 8 columns."""
     block_rows = tl.cast(all_rows, tl.int64)
+    scale_rows = (block_rows + 7) // 8 * 8
     first = first_pieces * 8
     width = pieces * 8
     block = tl.program_id(0)
@@ -91,7 +92,7 @@ def dequantize_kernel(
             if GROUPS == 0:
                 scale = tl.full([BLOCK_N], 16384.0, tl.float16)
             else:
-                scale = tl.load(scales + (block * block_rows + read_rows) * GROUPS + (plane * GROUPS) // 4)
+                scale = tl.load(scales + (block * scale_rows + read_rows) * GROUPS + (plane * GROUPS) // 4)
             q = codes_of_plane(packed, plane, tl.float16, INLINE_PTX).to(tl.float32)
             columns = first + block * 256 + plane * 64 + lanes
             tl.store(

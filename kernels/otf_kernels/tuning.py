@@ -1,7 +1,7 @@
 """Configurations of the Hopper kernel as data: measured ones by GPU, shape and tokens, and how to measure more.
 
 ``tuning/<GPU>.json`` holds what was measured for a GPU, a file of the same form in the user's cache what this machine
-has measured since. Shapes in neither get ``hopper.choose_config``, which needs no tuning.
+has measured since. Shapes in neither get ``hopper_config.choose_config``, which measures nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 
-from otf_kernels.int4_layout import PackedInt4
+from otf_kernels.hopper_config import BLOCK_M, SHAPES, Config, choose_config, num_steps, splits, tile_sizes
+from otf_kernels.int4_layout import MOST_TOKEN_TILES, PackedInt4
 from otf_kernels.timing import launch_times, num_copies
 
 FOLDER = Path(__file__).parent / "tuning"
@@ -25,8 +26,6 @@ CACHE_VARIABLE = "OTF_KERNELS_CACHE"
 REPEATS = 5
 FINAL_REPEATS = 25
 FINALISTS = 6
-SHAPES = ((64, 4), (128, 4), (128, 8), (256, 8))  # block_n, num_warps
-BLOCK_M = (8, 16, 32, 64, 128)
 MOST_TOKENS = 2048  # that have a measurement of their own
 
 
@@ -37,7 +36,7 @@ def cache_folder() -> Path:
 
 
 def tuned_config(gpu: str, packed: PackedInt4, num_tokens: int):
-    """The measured ``hopper.Config`` for a layer of this shape and about as many tokens, or None.
+    """The measured ``hopper_config.Config`` for a layer of this shape and about as many tokens, or None.
 
     Raises ValueError naming a file that does not hold configurations.
     """
@@ -53,7 +52,7 @@ def tokens_measured_for(num_tokens: int) -> int:
 def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
     """Measure configurations for a layer on its GPU, at most ``seconds`` long, and keep the fastest in the cache.
 
-    Returns the fastest ``hopper.Config``. Raises ValueError when the layer is on no Hopper GPU.
+    Returns the fastest ``hopper_config.Config``. Raises ValueError when the layer is on no Hopper GPU.
     """
     from otf_kernels import hopper
 
@@ -85,63 +84,34 @@ def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
     return best
 
 
-def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list:
+def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list[Config]:
     """Configurations that fit: the untuned choice, then others in an order without a system, for a search cut short."""
-    from otf_kernels import hopper
-    from otf_kernels.int4_layout import MOST_TOKEN_TILES
-
-    first = hopper.choose_config(packed, num_tokens, num_sms)
-    steps = hopper.num_steps(packed)
+    first = choose_config(packed, num_tokens, num_sms)
+    steps = num_steps(packed)
     tokens = tokens_measured_for(num_tokens)
     found = {}
-    least, most = min(64, tokens // MOST_TOKEN_TILES), max(16, tokens)
-    for block_m in (size for size in BLOCK_M if least <= size <= most):
-        for block_n, num_warps in SHAPES:
-            tiles = -(-packed.out_features // block_n) * -(-num_tokens // block_m)
-            stages = (2, 3, 4) if block_m >= 64 else (3, 4)
-            for programs_per_sm, num_stages in itertools.product(range(1, 4 if block_n == 64 else 3), stages):
-                splits = _splits(programs_per_sm, num_sms, tiles, steps)
-                if tokens > MOST_TOKEN_TILES * block_m:
-                    splits = {split for split in splits if split <= 1}
-                for split in sorted(splits):
-                    config = hopper.Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, first.early)
-                    if config.fits and config != first:
-                        found[config] = None
+    for block_m, (block_n, num_warps) in itertools.product(tile_sizes(tokens), SHAPES):
+        tiles = -(-packed.out_features // block_n) * -(-num_tokens // block_m)
+        stages = (2, 3, 4) if block_m >= 64 else (3, 4)
+        for programs_per_sm, num_stages in itertools.product(range(1, 4 if block_n == 64 else 3), stages):
+            for split in splits(programs_per_sm, num_sms, tiles, steps):
+                config = Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, first.early)
+                if config.fits and config != first and (split <= 1 or tokens <= MOST_TOKEN_TILES * block_m):
+                    found[config] = None
     others = list(found)
     random.Random(0).shuffle(others)
     return [first, *others]
 
 
-def _splits(programs_per_sm: int, num_sms: int, tiles: int, steps: int) -> set[int]:
-    """How many programs may share a tile so that all run at once, and one fewer; equal shares; whole tiles.
-
-    All may run at once where fewer do: programs of the next kernel can then start beside the last of this one.
-    """
-    from otf_kernels.hopper import EQUAL_SHARES, WHOLE_TILES
-
-    splits = {EQUAL_SHARES}
-    if tiles > programs_per_sm * num_sms:
-        splits.add(WHOLE_TILES)
-    for programs in range(num_sms, programs_per_sm * num_sms + 1, num_sms):
-        most = max(1, min(programs // tiles, steps))
-        for wanted in {most, max(1, most - 1)}:
-            splits.add(-(-steps // -(-steps // wanted)))  # no program without a step
-    return splits
-
-
 @functools.cache
 def _measured(gpu: str) -> dict:
     """Configurations by (output features, input channels, tokens); this machine's own measurements win."""
-    from otf_kernels.hopper import Config
-
     rows = [*_read(FOLDER / file_name(gpu)), *_read(cache_folder() / file_name(gpu))]
     return {(row["n"], row["k"], row["m"]): Config(**row["config"]) for row in rows}
 
 
 def _read(path: Path) -> list[dict]:
     """Rows of a file, none if there is no file."""
-    from otf_kernels.hopper import Config
-
     if not path.exists():
         return []
     try:
