@@ -130,10 +130,11 @@ def _start(
     if persistent:
         programs = config.programs_per_sm * _properties(out.device.index)[1]
         if split == EQUAL_SHARES:
-            # Full waves of tiles need no sharing. A last one that is not full is shared, and the one before with it.
+            # Full waves of tiles need no sharing. A last one that is not full is shared; where shares of it would be
+            # small, the wave before it as well.
             programs = min(programs, tiles * steps, arrivals.numel())
             waves, rest = divmod(tiles, programs)
-            shared_tiles = rest + programs * (waves > 0) if rest else 0
+            shared_tiles = rest + programs * (waves > 0 and 0 < 2 * rest < programs)
             num_parts = 2 * programs
         programs = programs if shared_tiles else min(programs, tiles)
         per_share, longer = divmod(shared_tiles * steps, programs)

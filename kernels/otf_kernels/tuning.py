@@ -92,8 +92,7 @@ def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list[Config
     found = {}
     for block_m, (block_n, num_warps) in itertools.product(tile_sizes(tokens), SHAPES):
         tiles = -(-packed.out_features // block_n) * -(-num_tokens // block_m)
-        stages = (2, 3, 4) if block_m >= 64 else (3, 4)
-        for programs_per_sm, num_stages in itertools.product(range(1, 4 if block_n == 64 else 3), stages):
+        for programs_per_sm, num_stages in itertools.product((1, 2, 3, 4), (2, 3, 4)):
             for split in splits(programs_per_sm, num_sms, tiles, steps):
                 config = Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, first.early)
                 if config.fits and config != first and (split <= 1 or tokens <= MOST_TOKEN_TILES * block_m):
