@@ -100,3 +100,51 @@ def test_published_files_fit():
 def test_tuning_needs_a_hopper_gpu():
     with pytest.raises(ValueError, match="tuning needs a Hopper GPU"):
         tuning.tune(pack(random_layer(7, 30, 3, 64)), 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 4096])
+def test_a_table_s_choice_fits(tokens):
+    config = hopper_config.choose_int8_config(tokens)
+    hopper_config.check_config(config, tokens)
+    assert config.split == hopper_config.WHOLE_TILES
+    assert config.block_m >= min(tokens, 64)
+
+
+def test_estimates_grow_with_work():
+    """More rows, channels or tokens never are estimated to take less time."""
+    config = hopper_config.Config(16, 128, 4, 3, 2, 1, True)
+    sizes = [1 << power for power in range(6, 15)]
+    for times in (
+        [hopper_config.estimated_time(config, size, 32, 16, 132) for size in sizes],
+        [hopper_config.estimated_time(config, 4096, size, 16, 132) for size in sizes],
+        [hopper_config.estimated_time(config, 4096, 32, size, 132) for size in sizes],
+    ):
+        assert times == sorted(times)
+        assert times[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_m": 24}, "config.block_m must be 8, 16, 32, 64 or 128, not 24"),
+        ({"block_n": 64, "num_warps": 8}, "16 or 32 output features a warp, not num_warps 8 and block_n 64"),
+        ({"num_stages": 1}, "config.num_stages must be at least 2"),
+        ({"programs_per_sm": 4, "num_stages": 4}, "config.num_stages must be at least 2 and fit"),
+        ({"split": -2}, "config.split must be at least -1"),
+        ({"split": 2, "block_m": 8}, "at most 1 when tokens take over 4 tiles, not 2"),
+    ],
+)
+def test_configurations_that_cannot_be_launched_are_refused(change, message):
+    values = {
+        "block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 3, "programs_per_sm": 1, "split": 1, "early": True
+    }  # fmt: skip
+    hopper_config.check_config(hopper_config.Config(**values), 40)
+    with pytest.raises(ValueError, match=message):
+        hopper_config.check_config(hopper_config.Config(**(values | change)), 40)
+
+
+def test_the_shipped_measurements_can_be_launched():
+    rows = json.loads((tuning.FOLDER / "nvidia_h200.json").read_text())
+    assert len({(row["n"], row["k"], row["m"]) for row in rows}) == len(rows) > 50
+    for row in rows:
+        hopper_config.check_config(hopper_config.Config(**row["config"]), row["m"])
