@@ -17,7 +17,15 @@ def test_no_gpu(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "option", [["--shapes", "8192"], ["--shapes", "8xk"], ["--tokens", "0"], ["--tokens", "-1"], ["--tune", "nan"]]
+    "option",
+    [
+        ["--shapes", "8192"],
+        ["--shapes", "8xk"],
+        ["--tokens", "0"],
+        ["--tokens", "-1"],
+        ["--tune", "nan"],
+        ["--jobs", "0"],
+    ],
 )
 def test_bad_options(option, capsys):
     with pytest.raises(SystemExit) as stopped:

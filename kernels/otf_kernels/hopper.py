@@ -68,9 +68,11 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
     """
     tokens = x.reshape(-1, packed.aligned_features)
     num_tokens = tokens.shape[0]
+    steps = num_steps(packed.in_features, packed.num_outliers)
     if config is None:
         name, num_sms = _properties(x.device.index)
-        config = tuned_config(name, packed, num_tokens) or choose_config(packed, num_tokens, num_sms)
+        config = tuned_config(name, packed, num_tokens)
+        config = config or choose_config(packed.out_features, steps, num_tokens, num_sms)
     groups = scales_per_block(packed.group_size)
     words = packed.words.view(-1, PLANE)
     # A number holds a row's scales of a block. What stands here without groups is not read.
@@ -78,7 +80,7 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, config: Confi
     return _start(
         config, out, tokens[:, packed.aligned_outliers :], tokens, words,
         packed.outliers if packed.aligned_outliers else words.view(x.dtype), scales.view(-1), packed.row_factors,
-        packed.bias, packed.arrivals, blocks=packed.words.shape[0], steps=num_steps(packed), groups=groups, bits=4,
+        packed.bias, packed.arrivals, blocks=packed.words.shape[0], steps=steps, groups=groups, bits=4,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from otf_kernels.int4_layout import BLOCK, MOST_TOKEN_TILES, PLANE, PackedInt4
+from otf_kernels.int4_layout import BLOCK, MOST_TOKEN_TILES, PLANE
 
 REGISTERS = 65536  # of a multiprocessor
 MOST_REGISTERS = 240  # a thread may have 255; the compiler keeps some
@@ -88,9 +88,9 @@ def check_config(config: Config, num_tokens: int) -> None:
         )
 
 
-def num_steps(packed: PackedInt4) -> int:
+def num_steps(in_features: int, num_outliers: int) -> int:
     """Steps of the main loop: 256 background channels each, then 64 outlier columns each."""
-    return packed.words.shape[0] + -(-packed.aligned_outliers // PLANE)
+    return max(1, -(-(in_features - num_outliers) // BLOCK)) + -(-num_outliers // PLANE)
 
 
 def tile_sizes(num_tokens: int) -> list[int]:
@@ -114,13 +114,9 @@ def splits(programs_per_sm: int, num_sms: int, tiles: int, steps: int) -> list[i
     return sorted(found)
 
 
-def choose_config(packed: PackedInt4, num_tokens: int, num_sms: int) -> Config:
-    """The configuration with the least estimated time; nothing is measured."""
-    return _choose(packed.out_features, num_steps(packed), num_tokens, num_sms)
-
-
 @functools.lru_cache(maxsize=4096)
-def _choose(num_rows: int, steps: int, num_tokens: int, num_sms: int) -> Config:
+def choose_config(num_rows: int, steps: int, num_tokens: int, num_sms: int) -> Config:
+    """The configuration with the least estimated time; nothing is measured."""
     best, least = None, float("inf")
     for block_m in tile_sizes(num_tokens):
         for block_n, num_warps in ((64, 4), (128, 4), (256, 8)):

@@ -6,19 +6,22 @@ has measured since. Shapes in neither get ``hopper_config.choose_config``, which
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from otf_kernels.hopper_config import BLOCK_M, SHAPES, Config, choose_config, num_steps, splits, tile_sizes
-from otf_kernels.int4_layout import MOST_TOKEN_TILES, PackedInt4
+from otf_kernels.int4_layout import MOST_TOKEN_TILES, PackedInt4, pack_layer
 from otf_kernels.timing import launch_times, num_copies
 
 FOLDER = Path(__file__).parent / "tuning"
@@ -73,7 +76,8 @@ def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
 
     end = time.monotonic() + seconds
     times = {}
-    for config in candidates(packed, num_tokens, properties.multi_processor_count):
+    steps = num_steps(packed.in_features, packed.num_outliers)
+    for config in candidates(packed.out_features, steps, num_tokens, properties.multi_processor_count):
         times[config] = time_of(config, REPEATS)
         if time.monotonic() > end:
             break
@@ -84,14 +88,51 @@ def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
     return best
 
 
-def candidates(packed: PackedInt4, num_tokens: int, num_sms: int) -> list[Config]:
+def compile_ahead(layers: Sequence[tuple[int, int, int]], tokens: Sequence[int], jobs: int) -> int:
+    """Compile what ``tune`` will launch, in ``jobs`` processes; return how many kernels.
+
+    Most of a search's time on a new machine is compilation, one kernel after another.
+
+    Args:
+        layers: in_features, out_features and num_outliers of layers with group_size 128, float16 outliers and no bias.
+        tokens: numbers of tokens.
+        jobs: processes, each of which holds half a gigabyte of GPU memory.
+    """
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    wanted = {}
+    for (in_features, num_rows, num_outliers), num_tokens in itertools.product(layers, tokens):
+        for config in candidates(num_rows, num_steps(in_features, num_outliers), num_tokens, num_sms):
+            sizes = (config.block_m, config.block_n, config.num_warps, config.num_stages, config.registers)
+            wanted[(*sizes, config.split < 1, num_rows % 16 == 0)] = config
+    with concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        aligned = [key[-1] for key in wanted]
+        list(pool.map(_compile, wanted.values(), aligned, chunksize=4))
+    return len(wanted)
+
+
+def _compile(config: Config, aligned: bool) -> None:
+    """Launch the kernel once, on a small layer of the same kind."""
+    from otf_kernels import hopper
+
+    num_rows, in_features = 256 if aligned else 257, 520
+    packed = pack_layer(
+        torch.zeros(num_rows, 256, dtype=torch.uint8, device="cuda"),
+        torch.ones(num_rows, 4, dtype=torch.float16, device="cuda"),
+        torch.zeros(num_rows, 8, dtype=torch.float16, device="cuda"),
+        in_features=in_features, group_size=128,
+    )  # fmt: skip
+    x = torch.zeros(config.block_m, packed.aligned_features, dtype=torch.float16, device="cuda")
+    hopper.launch(x, packed, torch.empty(config.block_m, num_rows, dtype=torch.float16, device="cuda"), config)
+    torch.cuda.synchronize()
+
+
+def candidates(num_rows: int, steps: int, num_tokens: int, num_sms: int) -> list[Config]:
     """Configurations that fit: the untuned choice, then others in an order without a system, for a search cut short."""
-    first = choose_config(packed, num_tokens, num_sms)
-    steps = num_steps(packed)
+    first = choose_config(num_rows, steps, num_tokens, num_sms)
     tokens = tokens_measured_for(num_tokens)
     found = {}
     for block_m, (block_n, num_warps) in itertools.product(tile_sizes(tokens), SHAPES):
-        tiles = -(-packed.out_features // block_n) * -(-num_tokens // block_m)
+        tiles = -(-num_rows // block_n) * -(-num_tokens // block_m)
         for programs_per_sm, num_stages in itertools.product((1, 2, 3, 4), (2, 3, 4)):
             for split in splits(programs_per_sm, num_sms, tiles, steps):
                 config = Config(block_m, block_n, num_warps, num_stages, programs_per_sm, split, first.early)

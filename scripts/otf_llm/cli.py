@@ -34,6 +34,9 @@ def _parser() -> argparse.ArgumentParser:
         "--tune", type=_positive, default=0, metavar="SECONDS",
         help="first look for the fastest configuration of each shape and number of tokens, this long for each",
     )  # fmt: skip
+    kernels.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="processes that compile what --tune tries"
+    )
     kernels.set_defaults(run=_bench_kernels)
     return parser
 
@@ -44,7 +47,7 @@ def _bench_kernels(parsed: argparse.Namespace) -> None:
     parsed.out.mkdir(parents=True, exist_ok=True)
     chosen = {"shapes": parsed.shapes, "tokens": parsed.tokens}
     chosen = {name: value for name, value in chosen.items() if value}
-    table = benchmark_kernels(tune_seconds=parsed.tune, **chosen)
+    table = benchmark_kernels(tune_seconds=parsed.tune, jobs=parsed.jobs, **chosen)
     write_table(table, parsed.out / "kernels.csv")
     write_plot(table, parsed.out / "kernels.png")
     print(table.to_string(index=False, float_format="%.4g"))

@@ -81,19 +81,26 @@ def benchmark_kernels(
     outlier_fraction: float = 0.01,
     seed: int = 0,
     tune_seconds: float = 0.0,
+    jobs: int = 1,
 ) -> pd.DataFrame:
     """Measure every backend that is installed; rows as COLUMNS says, in the order of shapes, tokens and backends.
 
     ``time_us`` is the median of a launch in microseconds, ``low_us`` and ``high_us`` its 10th and 90th percentile,
     ``copy_fraction`` the bytes that a launch has to move over its time, in parts of the copy bandwidth measured in the
     same run, and ``relative_error`` that of Frobenius norms, against float64. With ``tune_seconds`` our kernel's
-    configurations are measured first, that long for each shape and number of tokens, and kept (``otf_kernels.tuning``).
+    configurations are measured first, that long for each shape and number of tokens, and kept (``otf_kernels.tuning``);
+    what has to be compiled for that is compiled by ``jobs`` processes.
 
     Raises ValueError without a Hopper GPU, and, before anything is timed, when our result is off by more than 5e-4.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise ValueError("the kernel benchmark needs a Hopper GPU (compute capability 9.x)")
     generator = torch.Generator(device="cuda").manual_seed(seed)
+    if tune_seconds > 0:
+        from otf_kernels.tuning import compile_ahead
+
+        layers = [(k, n, round(k * outlier_fraction)) for n, k in shapes]
+        logging.info("compiled %d kernels", compile_ahead(layers, tokens, jobs))
     for shape in shapes:
         layer = random_layer(*shape, group_size, outlier_fraction, generator)
         for num_tokens in tokens:
