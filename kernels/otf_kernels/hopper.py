@@ -1,12 +1,15 @@
-"""INT4 linear layers on Hopper GPUs (compute capability 9.x), in one launch: tensor cores fed from packed words.
+"""INT4 linear layers and the tied INT8 head on Hopper GPUs (compute capability 9.x): tensor cores fed from words.
 
 A program computes a tile of y.T, ``block_n`` output features by ``block_m`` tokens, over its share of the channels. One
-warp has the copy engine fetch a stage of words and activations into shared memory, several stages ahead; the other
-warps read words from there, turn them into scaled half-precision weights in registers and give those to the tensor
-cores as their left operand, whose right operand is the activations in shared memory. While one plane is multiplied the
-next is made. Outlier columns are further steps of the same loop. Where tiles are too few for the GPU, ``split``
-programs share a tile's channels: each writes its float32 part and the last to arrive adds them, always in the same
-order, so the result is the same bits in every run.
+warp has the copy engine fetch a stage of words, scales and activations into shared memory, several stages ahead; the
+other warps read words from there, turn them into scaled half-precision weights in registers and give those to the
+tensor cores as their left operand, whose right operand is the activations in shared memory. While one plane is
+multiplied the next is made. Outlier columns are further steps of the same loop. Where tiles are too few for the GPU,
+``split`` programs share a tile's channels: each writes its float32 part and the last to arrive adds them, always in the
+same order, so the result is the same bits in every run.
+
+The next launch may start as soon as all programs of this one have, and fetch its first weights where there is room for
+it on a multiprocessor; it waits for the end of this one before it reads activations or writes anything.
 
 Layout: ``int4_layout``. Weights have the activations' dtype. As bits of a bfloat16 number, u and 16 u are themselves
 times 2^-133, the smallest one, as they are times 2^-24 in float16. Scales rounded to bfloat16 cost a relative 2^-9.
