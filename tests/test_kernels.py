@@ -389,12 +389,17 @@ STORED_MISFITS = {
     "outliers must be float16 or bfloat16": {"outliers": torch.zeros(5, 1)},
     "outliers must have shape": {"outliers": torch.zeros(5, 65, dtype=torch.float16)},
     "bias must have shape": {"bias": torch.zeros(6)},
-    "group_size must be": {"group_size": -1},
+    "group_size must be 0": {"group_size": -1},
+    "group_size must be .* not 32.0": {"group_size": 32.0},
+    "in_features must be a positive whole number, not 0": {"in_features": 0},
+    "codes must be a tensor, not None": {"codes": None},
 }
 CALL_MISFITS = {
     "x must be float16, bfloat16 or float32, not float64": {"x": torch.zeros(2, 64, dtype=torch.float64)},
     r"x must have shape \[..., 64\], not": {"x": torch.zeros(2, 63)},
     "x is on meta": {"x": torch.zeros(2, 64, device="meta")},
+    "x must be a tensor, not a list": {"x": [1.0]},
+    "perm must be a tensor, not a list": {"perm": [0, 1]},
     "perm must be int16 or int32": {"perm": torch.arange(64)},
     "perm must have shape": {"perm": torch.arange(63, dtype=torch.int16)},
     "out must have shape": {"out": torch.zeros(2, 6)},

@@ -83,6 +83,8 @@ def test_no_rows():
     ("call", "message"),
     [
         (lambda x, t, s: tokens.argmax(x[:, :0]), r"logits must have shape \[\.\.\., V\]"),
+        (lambda x, t, s: tokens.argmax(None), "logits must be a tensor, not None"),
+        (lambda x, t, s: tokens.sample(x, 1.0, s), "temperature must be a tensor, not a float"),
         (lambda x, t, s: tokens.argmax(x.double()), "logits must be float16"),
         (lambda x, t, s: tokens.argmax(x[:, ::2]), "logits must be contiguous"),
         (lambda x, t, s: tokens.sample(x, t[:1], s), r"temperature must have shape \[2\], not \[1\]"),

@@ -19,10 +19,17 @@ import torch
 ACTIVATION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+def check_is_tensor(name: str, value) -> None:
+    """Raise ValueError naming the argument unless it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name} must be a tensor, not {'None' if value is None else f'a {type(value).__name__}'}")
+
+
 def check_tensor(
     name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
 ) -> None:
     """Raise ValueError naming the argument unless it has one of the dtypes, the shape and the device, and no gaps."""
+    check_is_tensor(name, tensor)
     if tensor.dtype not in dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be {allowed}, not {str(tensor.dtype).removeprefix('torch.')}")

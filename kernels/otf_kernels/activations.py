@@ -4,8 +4,8 @@ On Hopper GPUs and later ones each launch lets the next kernel start beside it, 
 are on their way before its activations are there.
 
 With an ``order`` (``int4_layout.kernel_order``) the result has a column for each of its entries: the channel that it
-names, or 0 where it is -1. So no gather and no padding is left for the linear layer. Everything is computed in float32
-and rounded once.
+names, or 0 where it is -1. So no gather and no padding is left for the linear layer. An order's values are not looked
+at, since reading them would wait for the GPU at every call. Everything is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from otf_kernels import ACTIVATION_DTYPES, check_tensor, early_launch, interpreter_dtype, launch_device
+from otf_kernels import ACTIVATION_DTYPES, check_is_tensor, check_tensor, early_launch, interpreter_dtype, launch_device
 
 MOST_CHANNELS = 1 << 17  # a program holds a token's channels in registers
 
@@ -119,6 +119,7 @@ def rope(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int
     width = _check(qkv, None, "qkv")
     if num_heads < 1 or head_dim < 1 or num_heads * head_dim > width:
         raise ValueError(f"num_heads x head_dim must be 1 to {width} channels, not {num_heads} x {head_dim}")
+    check_is_tensor("cos", cos)
     rotary = cos.shape[-1] if cos.dim() else 0
     if rotary % 2 or not 2 <= rotary <= head_dim:
         raise ValueError(f"cos must have an even number of channels from 2 to {head_dim}, not shape {list(cos.shape)}")
@@ -165,6 +166,7 @@ def arrange(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def _check(x: torch.Tensor, order: torch.Tensor | None, name: str = "x") -> int:
     """Refuse activations or an order that do not fit; return the number of channels."""
+    check_is_tensor(name, x)
     if x.dim() == 0 or not 1 <= x.shape[-1] <= MOST_CHANNELS:
         raise ValueError(f"{name} must have 1 to {MOST_CHANNELS} channels, not shape {list(x.shape)}")
     check_tensor(name, x, ACTIVATION_DTYPES, x.shape, x.device)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from otf_kernels import check_tensor
+from otf_kernels import check_is_tensor, check_tensor
 
 BLOCK = 256  # columns of a block
 PLANES = 4  # codes of a word
@@ -118,8 +118,12 @@ def pack_layer(
 
     Raises ValueError naming the argument that does not fit. Uses four bytes of working memory a weight.
     """
-    if group_size < 0:
-        raise ValueError(f"group_size must be 0 (per channel) or positive, not {group_size}")
+    for name, tensor in (("codes", codes), ("scales", scales), ("outliers", outliers)):
+        check_is_tensor(name, tensor)
+    if not isinstance(in_features, int) or in_features < 1:
+        raise ValueError(f"in_features must be a positive whole number, not {in_features}")
+    if not isinstance(group_size, int) or group_size < 0:
+        raise ValueError(f"group_size must be 0 (per channel) or a positive whole number, not {group_size}")
     if outliers.dim() != 2 or outliers.shape[1] > in_features:
         raise ValueError(f"outliers must have shape [N, at most {in_features}], not {list(outliers.shape)}")
     num_rows, num_outliers = outliers.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from otf_kernels import ACTIVATION_DTYPES, check_tensor
+from otf_kernels import ACTIVATION_DTYPES, check_is_tensor, check_tensor
 from otf_kernels.int4_layout import ALIGNMENT, PackedInt4, arrange, scales_per_block
 
 ARRANGED_TOKENS = 128
@@ -43,6 +43,7 @@ def int4_linear(
         return _operator(x, *tensors, perm, packed.in_features, packed.num_outliers, packed.group_size)
     if not isinstance(packed, PackedInt4):
         raise ValueError(f"packed must be a PackedInt4, as pack_layer makes it, not a {type(packed).__name__}")
+    check_is_tensor("x", x)
     if x.dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"x must be float16, bfloat16 or float32, not {str(x.dtype).removeprefix('torch.')}")
     widths = {packed.in_features} if perm is not None else {packed.in_features, packed.aligned_features}

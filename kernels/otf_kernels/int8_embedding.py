@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from otf_kernels import ACTIVATION_DTYPES, check_tensor, interpreter_dtype, launch_device
+from otf_kernels import ACTIVATION_DTYPES, check_is_tensor, check_tensor, interpreter_dtype, launch_device
 
 MIN_DOT = 16  # tl.dot takes tiles of at least 16 in every dimension
 BLOCK_COLUMNS = 1024  # embedding columns per program: 1 KB of codes, 4 bytes a thread and more
@@ -69,6 +69,7 @@ def int8_embedding(
     """
     if dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"dtype must be float16, bfloat16 or float32, not {str(dtype).removeprefix('torch.')}")
+    check_is_tensor("ids", ids)
     vocabulary, width = _check_table(codes, scales, ids.device)
     ids = ids.contiguous()
     check_tensor("ids", ids, (torch.int32, torch.int64), ids.shape, codes.device)
@@ -114,6 +115,7 @@ def int8_linear(
 
     Raises ValueError naming the argument whose shape, dtype, device or stride does not fit.
     """
+    check_is_tensor("x", x)
     vocabulary, width = _check_table(codes, scales, x.device)
     if x.dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"x must be float16, bfloat16 or float32, not {str(x.dtype).removeprefix('torch.')}")
@@ -162,6 +164,7 @@ def _suits_hopper(x: torch.Tensor, codes: torch.Tensor) -> bool:
 
 def _check_table(codes: torch.Tensor, scales: torch.Tensor, device: torch.device) -> tuple[int, int]:
     """Refuse a table that is not int8 [V, H] with float16 [V] scales; return V and H."""
+    check_is_tensor("codes", codes)
     if codes.dim() != 2:
         raise ValueError(f"codes must have shape [V, H], not {list(codes.shape)}")
     check_tensor("codes", codes, (torch.int8,), codes.shape, device)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from otf_kernels import ACTIVATION_DTYPES, check_tensor, early_launch, interpreter_dtype, launch_device
+from otf_kernels import ACTIVATION_DTYPES, check_is_tensor, check_tensor, early_launch, interpreter_dtype, launch_device
 
 BLOCK = 8192  # logits that a program looks at together
 
@@ -42,12 +42,14 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor)
 
     Raises ValueError naming what does not fit.
     """
+    check_is_tensor("logits", logits)
     check_tensor("temperature", temperature, (torch.float32,), logits.shape[:-1], logits.device)
     check_tensor("seeds", seeds, (torch.int64,), logits.shape[:-1], logits.device)
     return _pick(logits, temperature, seeds)
 
 
 def _pick(logits: torch.Tensor, temperature: torch.Tensor | None, seeds: torch.Tensor | None) -> torch.Tensor:
+    check_is_tensor("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits must have shape [..., V] with V of at least 1, not {list(logits.shape)}")
     check_tensor("logits", logits, ACTIVATION_DTYPES, logits.shape, logits.device)
