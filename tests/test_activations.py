@@ -96,6 +96,15 @@ def test_no_tokens():
     assert activations.rms_norm(x, torch.ones(8, device=DEVICE), 1e-5)[0].shape == (0, 8)
 
 
+def test_no_places():
+    """An order without entries leaves nothing to write but the sum."""
+    x = torch.ones(4, 8, device=DEVICE)
+    nothing = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    y, total = activations.rms_norm(x, torch.ones(8, device=DEVICE), 1e-5, residual=x, order=nothing)
+    assert y.shape == (4, 0)
+    assert torch.equal(total, 2 * x)
+
+
 def test_large_values_do_not_overflow():
     """Squares of float16's largest numbers are summed in float32."""
     x = torch.full((1, 64), 60000.0, dtype=torch.float16, device=DEVICE)

@@ -499,3 +499,29 @@ def test_kernels_folder_hides_no_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
     spec = importlib.util.find_spec("kernels")
     assert spec is None or spec.origin is None or ROOT not in Path(spec.origin).parents
+
+
+def test_an_empty_table_is_not_read():
+    codes = torch.zeros(0, 4, dtype=torch.int8, device=DEVICE)
+    scales = torch.zeros(0, dtype=torch.float16, device=DEVICE)
+    ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    assert int8_embedding.int8_embedding(ids, codes, scales, torch.float32, check_ids=False).isnan().all()
+
+
+def test_negative_scales():
+    layer = random_layer(3, 200, 2, 64, device=DEVICE)
+    layer = dataclasses.replace(layer, scales=-5 * layer.scales)
+    x = torch.randn(2, 200, device=DEVICE)
+    assert_matches(int4_linear(x, pack(layer), perm=layer.perm), reference_layer(x.double(), layer), 200)
+
+
+def test_activations_that_want_a_gradient_at_every_number_of_tokens(monkeypatch):
+    """No gradient is computed, whichever kernel runs."""
+    layer = random_layer(5, 64, 1, 64, device=DEVICE)
+    x = torch.randn(4, 64, device=DEVICE, requires_grad=True)
+    few = int4_linear(x, pack(layer), perm=layer.perm)
+    monkeypatch.setattr("otf_kernels.int4_linear.PREFILL_TOKENS", 1)
+    many = int4_linear(x, pack(layer), perm=layer.perm)
+    assert not few.requires_grad
+    assert not many.requires_grad
+    torch.testing.assert_close(few, many)

@@ -50,8 +50,8 @@ def rms_norm(
     out_width = width if order is None else order.numel()
     normalised = torch.empty(*x.shape[:-1], out_width, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    if normalised.numel() == 0 or x.numel() == 0:
-        return normalised, total
+    if normalised.numel() == 0:
+        return normalised, x if residual is None else (x.float() + residual.float()).to(x.dtype)
     dtype = interpreter_dtype(rms_norm_kernel, x.dtype)
     working = [tensor.to(dtype) for tensor in (x, x if residual is None else residual, normalised, total)]
     with launch_device(rms_norm_kernel, x.device):

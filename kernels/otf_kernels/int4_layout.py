@@ -262,7 +262,7 @@ def _normalise(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     most 2^-16 of the largest weight that the row can hold.
     """
     exact = scales.double()
-    largest = exact.amax(1) if scales.shape[1] else exact.new_zeros(scales.shape[0])
+    largest = exact.abs().amax(1) if scales.shape[1] else exact.new_zeros(scales.shape[0])
     exponents = LARGEST_SCALE_EXPONENT - torch.frexp(torch.where(largest > 0, largest, 1.0))[1]
     normalised = torch.ldexp(exact, exponents[:, None]).half()
     return normalised, torch.ldexp(torch.ones_like(largest), 24 - exponents).float()

@@ -34,13 +34,14 @@ def launch(x: torch.Tensor, packed: PackedInt4, out: torch.Tensor, slab_bytes: i
     row_bytes = tokens.shape[1] * x.element_size()
     rows = min(packed.out_features, max(1, slab_bytes // (ROW_STEP * row_bytes)) * ROW_STEP)
     slab = torch.empty(rows, tokens.shape[1], dtype=x.dtype, device=x.device)
-    for begin in range(0, packed.out_features, rows):
-        end = min(begin + rows, packed.out_features)
-        weights = dequantize(packed, begin, slab[: end - begin])
-        if packed.bias is None:
-            torch.mm(tokens, weights.T, out=y[:, begin:end])
-        else:
-            torch.addmm(packed.bias[begin:end].to(x.dtype), tokens, weights.T, out=y[:, begin:end])
+    with torch.no_grad():  # as in every kernel here; PyTorch refuses out= otherwise
+        for begin in range(0, packed.out_features, rows):
+            end = min(begin + rows, packed.out_features)
+            weights = dequantize(packed, begin, slab[: end - begin])
+            if packed.bias is None:
+                torch.mm(tokens, weights.T, out=y[:, begin:end])
+            else:
+                torch.addmm(packed.bias[begin:end].to(x.dtype), tokens, weights.T, out=y[:, begin:end])
     return out
 
 

@@ -182,8 +182,8 @@ def int8_embedding_kernel(ids, codes, scales, y, vocabulary, width, BLOCK_COLUMN
     row = tl.load(ids + token).to(tl.int64)
     known = (row >= 0) & (row < vocabulary)
     row = tl.where(known, row, 0)
-    code = tl.load(codes + row * width + columns, mask=columns < width, other=0).to(tl.float32)
-    scale = tl.where(known, tl.load(scales + row).to(tl.float32), float("nan"))
+    code = tl.load(codes + row * width + columns, mask=known & (columns < width), other=0).to(tl.float32)
+    scale = tl.where(known, tl.load(scales + row, mask=known, other=0.0).to(tl.float32), float("nan"))
     tl.store(y + token * width + columns, (code * scale).to(y.dtype.element_ty), mask=columns < width)
 
 

@@ -34,8 +34,9 @@ MOST_TOKENS = 2048  # that have a measurement of their own
 
 def cache_folder() -> Path:
     """Where this machine's measurements lie: $OTF_KERNELS_CACHE, or otf_kernels in the user's cache."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "otf_kernels"
-    return Path(os.environ.get(CACHE_VARIABLE) or default)
+    if folder := os.environ.get(CACHE_VARIABLE):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "otf_kernels"
 
 
 def tuned_config(gpu: str, packed: PackedInt4, num_tokens: int):
