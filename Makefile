@@ -16,7 +16,7 @@ test: .venv/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/snakefmt --check Snakefile rules
 	$(BIN)/snakemake --lint
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses 2 --dist loadfile
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses 2 --dist loadfile --max-worker-restart 0
 
 format: .venv/.installed
 	$(BIN)/ruff check --fix .

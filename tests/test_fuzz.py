@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import time
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from otf_llm.checkpoint import Checkpoint
 from otf_llm.inspection import inspect_checkpoint
+from otf_llm.memory import peak_memory
 from tiny import build_model, save_checkpoint
 
 JSON = st.recursive(
@@ -51,6 +53,24 @@ def test_config_json(folder, source, data):
         config[key] = data.draw(JSON)
     (folder / "config.json").write_text(json.dumps(config))
     inspect(folder)
+
+
+@pytest.mark.parametrize("size", [10**4, 10**5, 10**7, 10**12, 2**70])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "qwen3_5"])
+def test_no_number_takes_much_time_or_memory(tmp_path, family, size):
+    """Layers or experts beyond any model's are refused before they are listed."""
+    folder = save_checkpoint(tmp_path / "model", build_model(family), tokenizer=False)
+    config = json.loads((folder / "config.json").read_text())
+    before = peak_memory()
+    for changed in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in list(changed.items()):
+            changed[key] = size
+            (folder / "config.json").write_text(json.dumps(config))
+            begin = time.monotonic()
+            inspect(folder)
+            assert time.monotonic() - begin < 5, key
+            changed[key] = value
+    assert peak_memory() - before < 1e9
 
 
 @given(data=st.data())

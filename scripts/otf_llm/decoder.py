@@ -21,6 +21,8 @@ from otf_llm.families import (
     language_model_config,
 )
 
+MOST_PARTS = 50_000  # decoder layers times experts: a damaged number must not fill memory with names of tensors
+
 
 def read_config(config: dict) -> tuple[Family, Geometry]:
     """Family and sizes of the language model that a ``config.json`` describes; raises ValueError as the two do."""
@@ -99,6 +101,10 @@ class Geometry:
             sizes["delta_value"] = sizes["delta_heads"] * sizes["delta_value_head"]
             sizes["delta_qkv"] = 2 * sizes["delta_key_heads"] * sizes["delta_key_head"] + sizes["delta_value"]
         num_experts = sizes.get("num_experts", 0)
+        if config["num_hidden_layers"] * max(1, num_experts) > MOST_PARTS:
+            told = f"num_hidden_layers {config['num_hidden_layers']}"
+            told += f" with {num_experts} experts each" if num_experts else ""
+            raise ValueError(f"config.json: {told} is beyond any model ({MOST_PARTS} layers or experts)")
         chosen = config.get("num_experts_per_tok")
         if num_experts and (type(chosen) is not int or not 1 <= chosen <= num_experts):
             raise ValueError(f"config.json: num_experts_per_tok must be from 1 to {num_experts}, found {chosen!r}")
