@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpu_kernels import random_layer
-from otf_kernels.int4_layout import BLOCK, PLANE, arrange, pack_layer, unpack_codes
+from otf_kernels.int4_layout import BLOCK, PLANE, arrange, kernel_order, pack_layer, unpack_codes
 from otf_llm import reference
 from otf_llm.packing import unpack_int4
 
@@ -46,7 +46,7 @@ def kernel_weights(packed) -> torch.Tensor:
 SHAPES = [(1, 1, 0), (1, 9, 8), (7, 63, 1), (64, 256, 0), (65, 257, 3), (96, 520, 9), (3, 40, 40)]
 
 
-@pytest.mark.parametrize("group_size", [0, 5, 32, 64, 96, 128, 256, 512])
+@pytest.mark.parametrize("group_size", [0, 5, 32, 64, 96, 128, 256, 512, 1 << 50])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packing_keeps_every_code_and_weight(shape, group_size):
     layer = random_layer(*shape, group_size, permuted=False)
@@ -112,3 +112,9 @@ def test_arrange():
         arrange(torch.randn(2, 29), packed)
     with pytest.raises(ValueError, match=r"perm must have shape \[30\], not \[29\]"):
         arrange(torch.randn(2, 30), packed, layer.perm[1:])
+    with pytest.raises(ValueError, match="perm must be int16 or int32 or int64, not float32"):
+        kernel_order(packed, layer.perm.float())
+    with pytest.raises(ValueError, match="perm must be a tensor, not a list"):
+        kernel_order(packed, layer.perm.tolist())
+    with pytest.raises(ValueError, match="x must be a tensor, not None"):
+        arrange(None, packed)

@@ -322,6 +322,13 @@ def test_torch_compile_takes_it_whole(permuted):
     arguments = (x, *stored, layer.perm, packed.in_features, packed.num_outliers, packed.group_size)
     torch.library.opcheck(torch.ops.otf.int4_linear.default, arguments)
 
+    def into(x, out):
+        return int4_linear(x * 1, packed, perm=layer.perm, out=out)
+
+    out = torch.full((2, 3, 20), torch.nan, device=DEVICE)
+    torch.compile(into, fullgraph=True, backend="aot_eager")(x, out)
+    assert torch.equal(out.relu(), expected)
+
 
 def stored(layer):
     return {name: getattr(layer, name) for name in STORED}
@@ -359,22 +366,35 @@ def test_a_module_packs_what_it_stores_and_forgets_it_when_that_changes():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"in_features": 71}, r"layers\[1\] has in_features 71, but layers\[0\] has 70"),
-        ({"group_size": 64}, r"layers\[1\] has group_size 64, but layers\[0\] has 32"),
-        (
-            {"outliers": torch.zeros(5, 4).half()},
-            r"layers\[1\] has outliers float16 \[N, 4\], but layers\[0\] has float16",
-        ),
-        (
-            {"outliers": torch.zeros(5, 3).bfloat16()},
-            r"layers\[1\] has outliers bfloat16 \[N, 3\], but layers\[0\] has float16",
-        ),
+        ({"in_features": 71}, "has in_features 71, but layers[0] has 70"),
+        ({"group_size": 64}, "has group_size 64, but layers[0] has 32"),
+        ({"num_outliers": 4}, "has outliers float16 [N, 4], but layers[0] has float16 [N, 3]"),
+        ({"outlier_dtype": torch.bfloat16}, "has outliers bfloat16 [N, 3], but layers[0] has float16 [N, 3]"),
+        ({"device": "meta"}, "is on meta, but layers[0] is on cpu"),
     ],
 )
 def test_layers_that_do_not_belong_together_are_named(changes, message):
+    kind = {"num_rows": 5, "in_features": 70, "num_outliers": 3, "group_size": 32, "permuted": False}
+    layers = [stored(random_layer(**kind)), stored(random_layer(**kind | changes))]
+    with pytest.raises(ValueError, match=re.escape(f"layers[1] {message}")):
+        pack_layers(layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bias": torch.zeros(6)}, "bias must have shape [5], not [6]"),
+        ({"codes": None}, "codes must be a tensor, not None"),
+        ({"scales": torch.tensor(1.0).half()}, "scales must have shape [5, 3], not []"),
+        ({"permutation": 1}, "got an unexpected keyword argument 'permutation'"),
+    ],
+)
+def test_layers_are_checked_one_by_one(changes, message):
     layer = stored(random_layer(5, 70, 3, 32, permuted=False))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=re.escape(f"layers[1]: {message}")):
         pack_layers([layer, layer | changes])
+    with pytest.raises(ValueError, match=r"layers\[0\]: missing .* 'scales'"):
+        pack_layers([{name: value for name, value in layer.items() if name != "scales"}])
     with pytest.raises(ValueError, match="layers must hold at least one layer"):
         pack_layers([])
 
@@ -445,6 +465,23 @@ def test_config_misfits_are_named(values, message):
         int4_portable.Config(*values)
 
 
+def test_a_result_may_lie_beside_its_input_but_not_on_it():
+    layer = random_layer(64, 64, 1, 32, device=DEVICE)
+    table = random_table(64, 64, device=DEVICE)
+    packed = pack(layer)
+    for multiply in (
+        lambda x, out: int4_linear(x, packed, perm=layer.perm, out=out),
+        lambda x, out: int8_embedding.int8_linear(x, table.codes, table.scales, out=out),
+    ):
+        workspace = torch.zeros(4, 64, device=DEVICE)
+        workspace[:2] = random_activations(2, 64, torch.float32, DEVICE)
+        expected = multiply(workspace[:2].clone(), None)
+        assert torch.equal(multiply(workspace[:2], workspace[2:]), expected)
+        for out in (workspace[:2], workspace[1:3]):
+            with pytest.raises(ValueError, match="out must not overlap x in memory"):
+                multiply(workspace[:2], out)
+
+
 def test_table_misfits_are_named():
     table = random_table(5, 64, device=DEVICE)
     ids = torch.zeros(2, dtype=torch.int64, device=DEVICE)
@@ -453,6 +490,8 @@ def test_table_misfits_are_named():
         int8_embedding.int8_linear(x, table.codes, table.scales[1:])
     with pytest.raises(ValueError, match="x must have shape"):
         int8_embedding.int8_linear(x[:, 1:], table.codes, table.scales)
+    with pytest.raises(ValueError, match="tile must be a Tile or None, not a tuple"):
+        int8_embedding.int8_linear(x, table.codes, table.scales, tile=(16, 16, 32))
     with pytest.raises(ValueError, match="codes must be int8"):
         int8_embedding.int8_linear(x, table.codes.float(), table.scales)
     with pytest.raises(ValueError, match="ids must be int32 or int64"):
@@ -461,7 +500,7 @@ def test_table_misfits_are_named():
         int8_embedding.int8_embedding(ids, table.codes, table.scales, torch.float64)
 
 
-@pytest.mark.parametrize("sizes", [(8, 16, 32), (16, 48, 32), (16, 16, 8)])
+@pytest.mark.parametrize("sizes", [(8, 16, 32), (16, 16.0, 32), (16, 48, 32), (16, 16, 8)])
 def test_tile_must_fill_a_dot(sizes):
     with pytest.raises(ValueError, match="must be a power of two"):
         int8_embedding.Tile(*sizes)

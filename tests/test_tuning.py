@@ -69,7 +69,26 @@ def test_measurements_are_kept_and_found(tmp_path):
     assert len(json.loads((tmp_path / "a_gpu_of_the_future.json").read_text())) == 2
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '[{"n": 1}]', '[{"n": 1, "k": 1, "m": 8, "config": {"block_m": 8}}]'])
+CONFIG = '"block_n": 64, "num_warps": 4, "num_stages": 2, "programs_per_sm": 2, "split": 3, "early": true'
+ROW = '[{"n": 1, "k": 1, "m": 8, "config": {%s}}]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[1]",
+        "[" * 100_000,
+        '[{"n": 1}]',
+        ROW % '"block_m": 8',
+        ROW.replace("1", "[1]") % f'"block_m": 8, {CONFIG}',
+        ROW % f'"block_m": "8", {CONFIG}',
+        ROW % f'"block_m": 7, {CONFIG}',
+        ROW % f'"block_m": 8, {CONFIG.replace("true", "1")}',
+        ROW % f'"block_m": 8, {CONFIG.replace("3", "-9")}',
+    ],
+)
 def test_a_broken_file_is_named(tmp_path, text):
     path = tmp_path / "a_gpu_of_the_future.json"
     path.write_text(text)
@@ -78,6 +97,33 @@ def test_a_broken_file_is_named(tmp_path, text):
     with pytest.raises(ValueError, match=f"{path} does not hold configurations"):
         tuning._keep(GPU, pack(random_layer(7, 30, 3, 64)), 8, hopper_config.Config(8, 64, 4, 2, 2, 3, True))
     assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "a_gpu_of_the_future.json"
+    path.mkdir()
+    with pytest.raises(ValueError, match=rf"{path} cannot be read: Is a directory; .OTF_KERNELS_CACHE sets another"):
+        tuning.tuned_config(GPU, pack(random_layer(7, 30, 3, 64)), 1)
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch):
+    packed = pack(random_layer(7, 30, 3, 64))
+    for name in (tuning.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tuning.os.path, "expanduser", lambda path: path)  # a user without an entry
+    assert tuning.cache_folder() is None
+    assert tuning.tuned_config(GPU, packed, 1) is None
+    with pytest.raises(ValueError, match=r"there is no home for measurements; set .OTF_KERNELS_CACHE to a folder"):
+        tuning.tune(packed, 1)
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    packed = pack(random_layer(7, 30, 3, 64))
+    assert tuning.tuned_config(GPU, packed, 1) is None
+    with pytest.raises(ValueError, match=r"cache cannot hold measurements: Not a directory; set .OTF_KERNELS_CACHE"):
+        tuning.tune(packed, 1)
 
 
 def test_published_files_fit():
@@ -90,6 +136,8 @@ def test_published_files_fit():
 def test_tuning_needs_a_hopper_gpu():
     with pytest.raises(ValueError, match="tuning needs a Hopper GPU"):
         tuning.tune(pack(random_layer(7, 30, 3, 64)), 1)
+    with pytest.raises(ValueError, match="num_tokens must be at least 1, not 0"):
+        tuning.tune(pack(random_layer(7, 30, 3, 64)), 0)
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 33, 64, 65, 4096])
@@ -118,6 +166,8 @@ def test_estimates_grow_with_work():
     [
         ({"block_m": 24}, "config.block_m must be 8, 16, 32, 64 or 128, not 24"),
         ({"block_n": 64, "num_warps": 8}, "16 or 32 output features a warp, not num_warps 8 and block_n 64"),
+        ({"programs_per_sm": 0}, "config.programs_per_sm must be at least 1, not 0"),
+        ({"split": 1.0}, "config.split must be of type int, not 1.0"),
         ({"num_stages": 1}, "config.num_stages must be at least 2"),
         ({"programs_per_sm": 4, "num_stages": 4}, "config.num_stages must be at least 2 and fit"),
         ({"split": -2}, "config.split must be at least -1"),

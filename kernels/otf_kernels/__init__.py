@@ -41,6 +41,23 @@ def check_tensor(
         raise ValueError(f"{name} must be contiguous, but has strides {list(tensor.stride())}")
 
 
+def check_apart(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
+    """Raise ValueError naming two tensors that share memory, where a kernel writes one while it reads the other."""
+    if tensor.device != other.device or not tensor.numel() or not other.numel():
+        return
+    if tensor.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return
+    (begin, end), (other_begin, other_end) = _extent(tensor), _extent(other)
+    if begin < other_end and other_begin < end:
+        raise ValueError(f"{name} must not overlap {other_name} in memory")
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of what lies behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def is_interpreted(kernel) -> bool:
     """Whether a ``@triton.jit`` kernel runs in Triton's interpreter (TRITON_INTERPRET=1 when it was imported)."""
     from triton.runtime.jit import JITFunction

@@ -44,6 +44,9 @@ def rms_norm(
     Raises ValueError naming the argument whose shape, dtype, device or stride does not fit.
     """
     width = _check(x, order)
+    for name, value in (("eps", eps), ("offset", offset)):
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{name} must be a number, not a {type(value).__name__}")
     check_tensor("weight", weight, ACTIVATION_DTYPES, (width,), x.device)
     if residual is not None:
         check_tensor("residual", residual, (x.dtype,), x.shape, x.device)
@@ -117,6 +120,9 @@ def rope(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: int
     Raises ValueError naming the argument whose shape, dtype, device or stride does not fit.
     """
     width = _check(qkv, None, "qkv")
+    for name, value in (("num_heads", num_heads), ("head_dim", head_dim)):
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be a whole number, not {value!r}")
     if num_heads < 1 or head_dim < 1 or num_heads * head_dim > width:
         raise ValueError(f"num_heads x head_dim must be 1 to {width} channels, not {num_heads} x {head_dim}")
     check_is_tensor("cos", cos)
@@ -149,6 +155,7 @@ def arrange(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
     Raises ValueError naming the argument whose shape, dtype, device or stride does not fit.
     """
+    check_is_tensor("order", order)
     width = _check(x, order)
     out = torch.empty(*x.shape[:-1], order.numel(), dtype=x.dtype, device=x.device)
     if out.numel() == 0 or x.numel() == 0:
@@ -171,6 +178,7 @@ def _check(x: torch.Tensor, order: torch.Tensor | None, name: str = "x") -> int:
         raise ValueError(f"{name} must have 1 to {MOST_CHANNELS} channels, not shape {list(x.shape)}")
     check_tensor(name, x, ACTIVATION_DTYPES, x.shape, x.device)
     if order is not None:
+        check_is_tensor("order", order)
         check_tensor("order", order, (torch.int32,), (order.numel(),), x.device)
     return x.shape[-1]
 

@@ -7,6 +7,7 @@ fastest on average, and at most 28 %. ``tuning`` measures instead.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -49,6 +50,12 @@ class Config:
     split: int
     early: bool
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, wanted = getattr(self, field.name), bool if field.name == "early" else int
+            if type(value) is not wanted:
+                raise ValueError(f"config.{field.name} must be of type {wanted.__name__}, not {value!r}")
+
     @property
     def shared_memory(self) -> int:
         stages = self.num_stages * 2 * (PLANE * self.block_n + BLOCK * self.block_m + MOST_GROUPS * self.block_n)
@@ -69,13 +76,15 @@ class Config:
 
 def check_config(config: Config, num_tokens: int) -> None:
     """Raise ValueError when the kernel cannot be launched so."""
-    if config.block_m not in (8, 16, 32, 64, 128):
+    if config.block_m not in BLOCK_M:
         raise ValueError(f"config.block_m must be 8, 16, 32, 64 or 128, not {config.block_m}")
     if config.num_warps not in (4, 8) or config.block_n not in (16 * config.num_warps, 32 * config.num_warps):
         raise ValueError(
             f"config must have 4 or 8 warps and 16 or 32 output features a warp, not num_warps {config.num_warps} and "
             f"block_n {config.block_n}"
         )
+    if config.programs_per_sm < 1:
+        raise ValueError(f"config.programs_per_sm must be at least 1, not {config.programs_per_sm}")
     if config.num_stages < 2 or not config.fits:
         raise ValueError(
             f"config.num_stages must be at least 2 and fit {SHARED_MEMORY} bytes of shared memory, not "

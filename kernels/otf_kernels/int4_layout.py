@@ -118,24 +118,8 @@ def pack_layer(
 
     Raises ValueError naming the argument that does not fit. Uses four bytes of working memory a weight.
     """
-    for name, tensor in (("codes", codes), ("scales", scales), ("outliers", outliers)):
-        check_is_tensor(name, tensor)
-    if not isinstance(in_features, int) or in_features < 1:
-        raise ValueError(f"in_features must be a positive whole number, not {in_features}")
-    if not isinstance(group_size, int) or group_size < 0:
-        raise ValueError(f"group_size must be 0 (per channel) or a positive whole number, not {group_size}")
-    if outliers.dim() != 2 or outliers.shape[1] > in_features:
-        raise ValueError(f"outliers must have shape [N, at most {in_features}], not {list(outliers.shape)}")
+    num_columns = _check_layer(codes, scales, outliers, in_features=in_features, group_size=group_size, bias=bias)
     num_rows, num_outliers = outliers.shape
-    num_columns = in_features - num_outliers
-    num_groups = -(-num_columns // (group_size or max(1, num_columns)))
-    check_tensor("outliers", outliers, (torch.float16, torch.bfloat16), (num_rows, num_outliers), codes.device)
-    check_tensor("codes", codes, (torch.uint8,), (num_rows, (num_columns + 1) // 2), codes.device)
-    check_tensor("scales", scales, (torch.float16,), (num_rows, num_groups), codes.device)
-    if bias is not None:
-        check_tensor("bias", bias, (torch.float16, torch.bfloat16, torch.float32), (num_rows,), codes.device)
-        bias = bias.float()
-
     blocks = max(1, -(-num_columns // BLOCK))
     normalised, row_factors = _normalise(scales)
     groups_per_block = scales_per_block(group_size)
@@ -144,7 +128,7 @@ def pack_layer(
         normalised = normalised[:, :0]
     elif groups_per_block is not None:
         if group_size > BLOCK:
-            normalised = normalised.repeat_interleave(group_size // BLOCK, 1)
+            normalised = normalised.repeat_interleave(min(group_size // BLOCK, blocks), 1)
         # Groups beyond the last have only codes of 0, and any finite scale does for them.
         wanted = blocks * groups_per_block
         normalised = torch.nn.functional.pad(normalised[:, :wanted], (0, max(0, wanted - normalised.shape[1])))
@@ -155,7 +139,7 @@ def pack_layer(
         scales=normalised.contiguous(),
         row_factors=row_factors,
         outliers=torch.nn.functional.pad(outliers, (0, align(num_outliers) - num_outliers)).contiguous(),
-        bias=bias,
+        bias=None if bias is None else bias.float(),
         arrivals=torch.zeros(MOST_TOKEN_TILES * -(-num_rows // SMALLEST_TILE), dtype=torch.int32, device=codes.device),
         in_features=in_features,
         num_outliers=num_outliers,
@@ -176,14 +160,21 @@ def pack_layers(layers: Sequence[Mapping]) -> PackedInt4:
         raise ValueError("layers must hold at least one layer")
     first = layers[0]
     for index, layer in enumerate(layers):
+        try:
+            _check_layer(**layer)
+        except (ValueError, TypeError) as error:  # TypeError: an argument is missing, or unknown
+            raise ValueError(f"layers[{index}]: {str(error).removeprefix('_check_layer() ')}") from error
         for name in ("in_features", "group_size"):
             if layer[name] != first[name]:
                 raise ValueError(f"layers[{index}] has {name} {layer[name]}, but layers[0] has {first[name]}")
-        for name in ("outliers", "scales", "codes"):
-            if layer[name].shape[1:] != first[name].shape[1:] or layer[name].dtype is not first[name].dtype:
-                described = f"{layer[name].dtype} [N, {layer[name].shape[-1]}]".removeprefix("torch.")
-                wanted = f"{first[name].dtype} [N, {first[name].shape[-1]}]".removeprefix("torch.")
-                raise ValueError(f"layers[{index}] has {name} {described}, but layers[0] has {wanted}")
+        own, wanted = layer["outliers"], first["outliers"]
+        if own.shape[1] != wanted.shape[1] or own.dtype is not wanted.dtype:
+            described, wanted = [
+                f"{str(value.dtype).removeprefix('torch.')} [N, {value.shape[1]}]" for value in (own, wanted)
+            ]
+            raise ValueError(f"layers[{index}] has outliers {described}, but layers[0] has {wanted}")
+        if own.device != wanted.device:
+            raise ValueError(f"layers[{index}] is on {own.device}, but layers[0] is on {wanted.device}")
     biases = [layer.get("bias") for layer in layers]
     bias = None
     if any(value is not None for value in biases):
@@ -203,13 +194,16 @@ def kernel_order(packed: PackedInt4, perm: torch.Tensor | None = None) -> torch.
     Returns:
         int32 [packed.aligned_features], on packed's device.
 
-    Raises ValueError when perm has another length.
+    Raises ValueError when perm has another length or does not hold whole numbers. Its values are not looked at, since
+    reading them would wait for the GPU.
     """
     device = packed.words.device
     if perm is None:
         perm = torch.arange(packed.in_features, device=device)
-    elif tuple(perm.shape) != (packed.in_features,):
-        raise ValueError(f"perm must have shape [{packed.in_features}], not {list(perm.shape)}")
+    else:
+        check_is_tensor("perm", perm)
+        check_tensor("perm", perm, (torch.int16, torch.int32, torch.int64), (packed.in_features,), perm.device)
+        perm = perm.to(device)
     order = torch.full((packed.aligned_features,), -1, dtype=torch.int32, device=device)
     order[: packed.num_outliers] = perm[: packed.num_outliers]
     background = packed.in_features - packed.num_outliers
@@ -228,8 +222,9 @@ def arrange(x: torch.Tensor, packed: PackedInt4, perm: torch.Tensor | None = Non
     Returns:
         [..., packed.aligned_features] in x.dtype.
 
-    Raises ValueError when x is not as wide as the layer.
+    Raises ValueError when x is not as wide as the layer, or as ``kernel_order`` does.
     """
+    check_is_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] != packed.in_features:
         raise ValueError(f"x must have shape [..., {packed.in_features}], not {list(x.shape)}")
     order = kernel_order(packed, perm)
@@ -242,6 +237,27 @@ def unpack_codes(packed: PackedInt4) -> torch.Tensor:
     u = (packed.words.int()[..., None, :] >> shifts[:, None]) & 0xF  # [B, N, 4, 64]
     q = (u - 8).to(torch.int8).transpose(0, 1).reshape(packed.out_features, -1)
     return q[:, : packed.in_features - packed.num_outliers]
+
+
+def _check_layer(codes, scales, outliers, *, in_features, group_size, bias=None) -> int:
+    """Refuse what is not a stored layer as ``pack_layer`` describes it; return the number of background columns."""
+    for name, tensor in (("codes", codes), ("scales", scales), ("outliers", outliers)):
+        check_is_tensor(name, tensor)
+    if not isinstance(in_features, int) or in_features < 1:
+        raise ValueError(f"in_features must be a positive whole number, not {in_features}")
+    if not isinstance(group_size, int) or group_size < 0:
+        raise ValueError(f"group_size must be 0 (per channel) or a positive whole number, not {group_size}")
+    if outliers.dim() != 2 or outliers.shape[1] > in_features:
+        raise ValueError(f"outliers must have shape [N, at most {in_features}], not {list(outliers.shape)}")
+    num_rows, num_outliers = outliers.shape
+    num_columns = in_features - num_outliers
+    num_groups = -(-num_columns // (group_size or max(1, num_columns)))
+    check_tensor("outliers", outliers, (torch.float16, torch.bfloat16), (num_rows, num_outliers), codes.device)
+    check_tensor("codes", codes, (torch.uint8,), (num_rows, (num_columns + 1) // 2), codes.device)
+    check_tensor("scales", scales, (torch.float16,), (num_rows, num_groups), codes.device)
+    if bias is not None:
+        check_tensor("bias", bias, (torch.float16, torch.bfloat16, torch.float32), (num_rows,), codes.device)
+    return num_columns
 
 
 def _pack_words(codes: torch.Tensor, num_columns: int, blocks: int) -> torch.Tensor:

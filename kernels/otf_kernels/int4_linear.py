@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from otf_kernels import ACTIVATION_DTYPES, check_is_tensor, check_tensor
+from otf_kernels import ACTIVATION_DTYPES, check_apart, check_is_tensor, check_tensor
 from otf_kernels.int4_layout import ALIGNMENT, PackedInt4, arrange, scales_per_block
 
 ARRANGED_TOKENS = 128
@@ -29,20 +29,21 @@ def int4_linear(
         perm: int16 or int32 [in_features], position i of the stored order is channel perm[i] of x; None when x arrives
             in order. Its values are not looked at here, since reading them would wait for the GPU at every call:
             whoever loads a permutation checks it once.
-        out: contiguous [..., N] in x.dtype to write to, or None to allocate it.
+        out: contiguous [..., N] in x.dtype to write to, apart from x, or None to allocate it.
 
     Returns:
         [..., N] in x.dtype, the same bits for the same arguments on the same GPU.
 
     Raises ValueError naming the argument whose shape, dtype, device or stride does not fit.
 
-    ``torch.compile`` sees one operator, ``otf::int4_linear``, which does not write to a given ``out``.
+    ``torch.compile`` sees one operator, ``otf::int4_linear``, whose result is copied to a given ``out``.
     """
-    if torch.compiler.is_compiling() and out is None:
-        tensors = (packed.words, packed.scales, packed.row_factors, packed.outliers, packed.bias, packed.arrivals)
-        return _operator(x, *tensors, perm, packed.in_features, packed.num_outliers, packed.group_size)
     if not isinstance(packed, PackedInt4):
         raise ValueError(f"packed must be a PackedInt4, as pack_layer makes it, not a {type(packed).__name__}")
+    if torch.compiler.is_compiling():
+        tensors = (packed.words, packed.scales, packed.row_factors, packed.outliers, packed.bias, packed.arrivals)
+        y = _operator(x, *tensors, perm, packed.in_features, packed.num_outliers, packed.group_size)
+        return y if out is None else out.copy_(y)
     check_is_tensor("x", x)
     if x.dtype not in ACTIVATION_DTYPES:
         raise ValueError(f"x must be float16, bfloat16 or float32, not {str(x.dtype).removeprefix('torch.')}")
@@ -59,6 +60,7 @@ def int4_linear(
         out = torch.empty(y_shape, dtype=x.dtype, device=x.device)
     else:
         check_tensor("out", out, (x.dtype,), y_shape, x.device)
+        check_apart("out", out, "x", x)
     if out.numel() == 0:
         return out
     arranged = perm is None and x.shape[-1] == packed.aligned_features

@@ -8,7 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from otf_kernels import ACTIVATION_DTYPES, check_is_tensor, check_tensor, interpreter_dtype, launch_device
+from otf_kernels import (
+    ACTIVATION_DTYPES,
+    check_apart,
+    check_is_tensor,
+    check_tensor,
+    interpreter_dtype,
+    launch_device,
+)
 
 MIN_DOT = 16  # tl.dot takes tiles of at least 16 in every dimension
 BLOCK_COLUMNS = 1024  # embedding columns per program: 1 KB of codes, 4 bytes a thread and more
@@ -27,7 +34,7 @@ class Tile:
     def __post_init__(self):
         for name in ("block_m", "block_n", "block_k"):
             size = getattr(self, name)
-            if size < MIN_DOT or size & (size - 1):
+            if not isinstance(size, int) or size < MIN_DOT or size & (size - 1):
                 raise ValueError(f"{name} must be a power of two of at least {MIN_DOT}, not {size}")
 
 
@@ -107,7 +114,7 @@ def int8_linear(
         x: float16, bfloat16 or float32 [..., H], any strides.
         codes: int8 [V, H].
         scales: float16 [V].
-        out: contiguous [..., V] in x.dtype to write to, or None to allocate it.
+        out: contiguous [..., V] in x.dtype to write to, apart from x, or None to allocate it.
         tile: size of one program's work, for tests and tuning.
 
     Returns:
@@ -126,6 +133,9 @@ def int8_linear(
         out = torch.empty(y_shape, dtype=x.dtype, device=x.device)
     else:
         check_tensor("out", out, (x.dtype,), y_shape, x.device)
+        check_apart("out", out, "x", x)
+    if tile is not None and not isinstance(tile, Tile):
+        raise ValueError(f"tile must be a Tile or None, not a {type(tile).__name__}")
     if out.numel() == 0:
         return out
 

@@ -90,7 +90,9 @@ def pick_kernel(
             # -log(1 - u) is exponential; where it is small, and the noise large, the series keeps all bits of u.
             u = tl.maximum(tl.rand(seed, columns), 1.1641532182693481e-10)  # 2^-33: never 0
             exponential = tl.where(u < 0.0078125, u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25))), -tl.log(1 - u))
-            value = tl.where(heat > 0, value - heat * tl.log(exponential), value)
+            # Divided by a temperature above 1, so that no noise is beyond float32.
+            noise = tl.log(exponential)
+            value = tl.where(heat > 1, value / heat - noise, tl.where(heat > 0, value - heat * noise, value))
         better = value > best
         best = tl.where(better, value, best)
         place = tl.where(better, columns, place)

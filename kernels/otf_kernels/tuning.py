@@ -20,7 +20,16 @@ from pathlib import Path
 
 import torch
 
-from otf_kernels.hopper_config import BLOCK_M, SHAPES, Config, choose_config, num_steps, splits, tile_sizes
+from otf_kernels.hopper_config import (
+    BLOCK_M,
+    SHAPES,
+    Config,
+    check_config,
+    choose_config,
+    num_steps,
+    splits,
+    tile_sizes,
+)
 from otf_kernels.int4_layout import MOST_TOKEN_TILES, PackedInt4, pack_layer
 from otf_kernels.timing import launch_times, num_copies
 
@@ -32,17 +41,23 @@ FINALISTS = 6
 MOST_TOKENS = 2048  # that have a measurement of their own
 
 
-def cache_folder() -> Path:
-    """Where this machine's measurements lie: $OTF_KERNELS_CACHE, or otf_kernels in the user's cache."""
+def cache_folder() -> Path | None:
+    """Where this machine's measurements lie: $OTF_KERNELS_CACHE, or otf_kernels in the user's cache; None without it.
+
+    A user without a home, as a service may be, has no cache.
+    """
     if folder := os.environ.get(CACHE_VARIABLE):
         return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "otf_kernels"
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "otf_kernels"
+    home = os.path.expanduser("~")
+    return None if home == "~" else Path(home) / ".cache" / "otf_kernels"
 
 
-def tuned_config(gpu: str, packed: PackedInt4, num_tokens: int):
-    """The measured ``hopper_config.Config`` for a layer of this shape and about as many tokens, or None.
+def tuned_config(gpu: str, packed: PackedInt4, num_tokens: int) -> Config | None:
+    """The measured configuration for a layer of this shape and about as many tokens, or None.
 
-    Raises ValueError naming a file that does not hold configurations.
+    Raises ValueError naming a file that does not hold configurations or cannot be read.
     """
     rows = _measured(gpu)
     return rows.get((packed.out_features, packed.in_features, tokens_measured_for(num_tokens)))
@@ -53,13 +68,16 @@ def tokens_measured_for(num_tokens: int) -> int:
     return min(MOST_TOKENS, max(BLOCK_M[0], 1 << (num_tokens - 1).bit_length()))
 
 
-def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0):
+def tune(packed: PackedInt4, num_tokens: int, *, seconds: float = 20.0) -> Config:
     """Measure configurations for a layer on its GPU, at most ``seconds`` long, and keep the fastest in the cache.
 
-    Returns the fastest ``hopper_config.Config``. Raises ValueError when the layer is on no Hopper GPU.
+    Returns the fastest. Raises ValueError when the layer is on no Hopper GPU, without a token and without a cache.
     """
     from otf_kernels import hopper
 
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens must be at least 1, not {num_tokens}")
+    _writable_cache()
     device = packed.words.device
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         raise ValueError(f"the layer is on {device}, but tuning needs a Hopper GPU (compute capability 9.x)")
@@ -147,19 +165,31 @@ def candidates(num_rows: int, steps: int, num_tokens: int, num_sms: int) -> list
 @functools.cache
 def _measured(gpu: str) -> dict:
     """Configurations by (output features, input channels, tokens); this machine's own measurements win."""
-    rows = [*_read(FOLDER / file_name(gpu)), *_read(cache_folder() / file_name(gpu))]
-    return {(row["n"], row["k"], row["m"]): Config(**row["config"]) for row in rows}
+    return {
+        (row["n"], row["k"], row["m"]): Config(**row["config"])
+        for folder in (FOLDER, cache_folder())
+        if folder is not None
+        for row in _read(folder / file_name(gpu))
+    }
 
 
 def _read(path: Path) -> list[dict]:
     """Rows of a file, none if there is no file."""
-    if not path.exists():
-        return []
     try:
-        rows = json.loads(path.read_text())
+        text = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; ${CACHE_VARIABLE} sets another folder") from error
+    try:
+        rows = json.loads(text)
+        if not isinstance(rows, list):
+            raise ValueError("no list")
         for row in rows:
-            _ = row["n"], row["k"], row["m"], Config(**row["config"])
-    except (ValueError, TypeError, KeyError) as error:
+            if not all(isinstance(row[name], int) for name in ("n", "k", "m")):
+                raise ValueError(f"no shape: {row}")
+            check_config(Config(**row["config"]), row["m"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} does not hold configurations: {error!r}; delete it to measure again") from error
     return rows
 
@@ -169,10 +199,21 @@ def file_name(gpu: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in gpu.lower()) + ".json"
 
 
-def _keep(gpu: str, packed: PackedInt4, tokens: int, config) -> None:
+def _writable_cache() -> Path:
+    """The cache's folder, made if need be."""
+    folder = cache_folder()
+    if folder is None:
+        raise ValueError(f"there is no home for measurements; set ${CACHE_VARIABLE} to a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot hold measurements: {error.strerror}; set ${CACHE_VARIABLE}") from error
+    return folder
+
+
+def _keep(gpu: str, packed: PackedInt4, tokens: int, config: Config) -> None:
     """Write one more measurement to the cache, which always is a whole file."""
-    path = cache_folder() / file_name(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = _writable_cache() / file_name(gpu)
     key = {"n": packed.out_features, "k": packed.in_features, "m": tokens}
     rows = [row for row in _read(path) if {name: row[name] for name in key} != key]
     rows.append(key | {"config": dataclasses.asdict(config)})
